@@ -1,0 +1,1 @@
+"""The three GEMMs of a layer as autograd Functions: y in forward, dx and dw in backward."""

@@ -1,0 +1,136 @@
+"""The [mx] section of torchtitan's configuration, and the frozen Recipe made from it.
+
+torchtitan merges this module's JobConfig into its own when it is named by --job.custom_config_module (or the
+TOML's [job] custom_config_module). Naming it is enough: the default of experimental.custom_import is ours too.
+
+No `from __future__ import annotations` here: torchtitan 0.2.2 reads the field types as classes, and with strings
+it would leave the TOML table a raw dict and accept typos.
+"""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from mxfp8_titan.format import FLOOR, RCEIL
+
+DEFAULT_FILTER_FQNS = ("output", "router.gate", "wk", "wv")
+
+
+class _DefaultList(list):
+    """A list that the user did not write: its entries may match nothing (Llama 3 has no router.gate)."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How tensors are quantized and multiplied. Everything below the converter reads this and not the [mx] section."""
+
+    name: str
+    rounding: str
+    """FLOOR or RCEIL: how a block's scale is taken from its largest element."""
+    align_exponents: bool = False
+    """Whether the blocks of a row share the largest scale, so that FP8 tensor cores can multiply them."""
+    wgrad_in_mxfp8: bool = True
+    """Whether dw is an MXFP8 product; otherwise bf16."""
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("mxfp8_cublas", FLOOR),
+        Recipe("mxfp8_cublas_rceil", RCEIL),
+        Recipe("mxfp8_hopper", RCEIL, align_exponents=True),
+        Recipe("mxfp8_emulated", FLOOR),
+        Recipe("mxfp8_emulated_rceil", RCEIL),
+    )
+}
+AUTO = "auto"
+
+
+@dataclass
+class MX:
+    """MXFP8 conversion, active when model.converters contains mx."""
+
+    recipe_name: Literal[
+        "auto",
+        "mxfp8_cublas",
+        "mxfp8_cublas_rceil",
+        "mxfp8_hopper",
+        "mxfp8_emulated",
+        "mxfp8_emulated_rceil",
+    ] = "auto"
+    """Format, rounding and backend. auto picks the fastest this GPU has and logs why. mxfp8_cublas (FLOOR) and
+    mxfp8_cublas_rceil need sm100 or sm103, mxfp8_hopper needs sm90; mxfp8_emulated (FLOOR) and mxfp8_emulated_rceil
+    run anywhere, slowly. A named recipe never falls back to another."""
+
+    filter_fqns: list[str] = field(default_factory=lambda: _DefaultList(DEFAULT_FILTER_FQNS))
+    """Dense linears that stay in bf16: whole dotted components, anywhere in the name (wk keeps layers.3.attention.wk;
+    layers.0 keeps all of block 0). An entry that matches nothing is an error."""
+
+    moe_fqns_prototype: list[str] = field(default_factory=list)
+    """Expert modules to convert, by the same rule; experts means all of them. Empty: experts stay in bf16."""
+
+    dense: bool = True
+    """Whether dense linears are converted. With --mx.no-dense only experts are."""
+
+    wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
+    """Precision of the weight-gradient GEMMs."""
+
+    def __post_init__(self) -> None:
+        for name in ("filter_fqns", "moe_fqns_prototype"):
+            setattr(self, name, _split_entries(name, getattr(self, name)))
+        for name, allowed in (("recipe_name", (AUTO, *RECIPES)), ("wgrad", ("mxfp8", "bf16"))):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"mx.{name} is {value!r}, needs one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}"
+                )
+        if not isinstance(self.dense, bool):
+            raise TypeError(f"mx.dense is {self.dense!r}, needs true or false")
+
+    @property
+    def user_gave_filter(self) -> bool:
+        """Whether filter_fqns was written by the user, so that every entry has to match something."""
+        return not isinstance(self.filter_fqns, _DefaultList)
+
+
+@dataclass
+class Experimental:
+    custom_import: str = "mxfp8_titan.plugin"
+    """Module imported before training; the default registers the mx converter, the local_text dataset and the Scout
+    flavors. A module of your own has to import mxfp8_titan.plugin itself."""
+
+
+@dataclass
+class JobConfig:
+    mx: MX = field(default_factory=MX)
+    experimental: Experimental = field(default_factory=Experimental)
+
+
+def did_you_mean(word: object, candidates: object) -> str:
+    """' Did you mean a, b?' for the candidates closest to `word`, or nothing."""
+    near = difflib.get_close_matches(str(word), [str(c) for c in candidates], n=3, cutoff=0.6)
+    return f" Did you mean {', '.join(near)}?" if near else ""
+
+
+def _split_entries(name: str, value: object) -> list[str]:
+    """Entries of a comma string or of a list (whose items may be comma strings too), blanks stripped.
+
+    Raises: TypeError for anything but strings, ValueError for an empty entry such as a trailing comma leaves.
+    """
+    if isinstance(value, _DefaultList):
+        return value
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise TypeError(f"mx.{name} is {value!r}, needs a list of names or a comma-separated string")
+    if not any(item.strip() for item in items):
+        return []
+    entries = [entry.strip() for item in items for entry in item.split(",")]
+    if "" in entries:
+        raise ValueError(f"mx.{name} is {value!r}: it has an empty entry; remove the extra comma")
+    return entries
+
+
+def recipe_from(mx: MX, name: str) -> Recipe:
+    """The Recipe called `name`, with the [mx] section's choice of weight-gradient precision."""
+    recipe = RECIPES[name]
+    return Recipe(**{f.name: getattr(recipe, f.name) for f in fields(recipe)} | {"wgrad_in_mxfp8": mx.wgrad == "mxfp8"})

@@ -1,0 +1,72 @@
+"""torchtitan's model specs with two parts replaced: the tokenizer builder and the metrics processor.
+
+Both are slots that a TrainSpec offers. The first trains the local tokenizer when it is asked for, and refuses one
+that does not fit the model; the second stops a run whose loss is no longer finite.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols import train_spec as train_specs
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+
+from mxfp8_titan import local_text
+
+MODELS = ("llama4", "llama3", "deepseek_v3", "qwen3")
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss became NaN or Inf; training on would waste the machine and poison the next checkpoint."""
+
+
+class FiniteLossMetrics(MetricsProcessor):
+    """torchtitan's metrics, and an error at the first logged loss that is not finite."""
+
+    def log(self, step: int, global_avg_loss: float, *args, **kwargs) -> None:
+        super().log(step, global_avg_loss, *args, **kwargs)
+        if not math.isfinite(global_avg_loss):
+            raise NonFiniteLossError(f"the loss is {global_avg_loss} at step {step}: stopped")
+
+
+def register() -> None:
+    """Put these specs before torchtitan's own, for each model that a user has not registered a spec for."""
+    for name in MODELS:
+        if name not in train_specs._extra_train_specs:
+            register_train_spec(name, _with_our_parts(get_train_spec(name)))
+
+
+def _with_our_parts(spec: TrainSpec) -> TrainSpec:
+    return replace(
+        spec,
+        build_tokenizer_fn=partial(_build_tokenizer, spec),
+        build_metrics_processor_fn=_build_metrics_processor,
+    )
+
+
+def _build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
+    return FiniteLossMetrics(job_config, parallel_dims, tag)
+
+
+def _build_tokenizer(spec: TrainSpec, job_config) -> BaseTokenizer:
+    """torchtitan's own tokenizer, from the folder that model.hf_assets_path names or from the local text.
+
+    Raises: ValueError when the tokenizer has more entries than the model's embedding.
+    """
+    model = job_config.model
+    if model.hf_assets_path == local_text.TOKENIZER_PATH:
+        is_local = job_config.training.dataset == local_text.DATASET
+        text_path = (is_local and job_config.training.dataset_path) or DATASETS[local_text.DATASET].path
+        model.hf_assets_path = local_text.tokenizer_folder(text_path)
+    tokenizer = spec.build_tokenizer_fn(job_config)
+    entries, rows = tokenizer.get_vocab_size(), spec.model_args[model.flavor].vocab_size
+    if entries > rows:
+        raise ValueError(
+            f"the tokenizer in {model.hf_assets_path} has {entries} entries but {model.name} {model.flavor} has "
+            f"vocab_size {rows}: token ids would index past the embedding. Use a smaller tokenizer "
+            f"(--model.hf_assets_path={local_text.TOKENIZER_PATH} has {local_text.VOCAB_SIZE}) or another flavor."
+        )
+    return tokenizer
