@@ -39,3 +39,52 @@ ROUNDINGS = (FLOOR, RCEIL)
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is >= n."""
     return (n + multiple - 1) // multiple * multiple
+
+
+PLAIN = "plain"
+"""Scales in the order of the blocks they belong to: row-major (rows, blocks of the row)."""
+
+BLOCKED = "blocked"
+"""Scales in 512-byte tiles of 128 rows x 4 blocks, the order that block-scaled tensor cores read (SwizzleType
+SWIZZLE_32_4_4 of PyTorch). Rows are padded to 128 and blocks to 4, with zero bytes."""
+
+SCALE_LAYOUTS = (PLAIN, BLOCKED)
+
+SCALE_TILE_ROWS = 128
+SCALE_TILE_COLS = 4
+SCALE_TILE_BYTES = SCALE_TILE_ROWS * SCALE_TILE_COLS
+
+GROUP_TILE = SCALE_TILE_COLS * BLOCK_SIZE
+"""Tokens that one scale tile spans, along its rows (blocks along K) and along its columns (blocks along T) alike:
+in a blocked buffer every group of tokens starts at a multiple of it."""
+
+
+def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
+    """(rows, cols) of the buffer that holds the blocked layout of a (rows, cols) scale matrix."""
+    return round_up(rows, SCALE_TILE_ROWS), round_up(cols, SCALE_TILE_COLS)
+
+
+def blocked_shape_t_groups(tokens: int, cols: int, groups: int) -> tuple[int, int]:
+    """The same for scales (tokens, cols) whose rows are split into `groups` groups of any sizes.
+
+    Enough for every split of the tokens, so that nobody has to read the group sizes on the host.
+    """
+    return tokens + SCALE_TILE_ROWS * groups, round_up(cols, SCALE_TILE_COLS)
+
+
+def blocked_shape_k_groups(rows: int, cols: int, groups: int) -> tuple[int, int]:
+    """The same for scales (rows, cols) whose columns are split into `groups` groups of any sizes."""
+    return round_up(rows, SCALE_TILE_ROWS), cols + SCALE_TILE_COLS * groups
+
+
+def blocked_index(row, col, cols: int):
+    """Where scale (row, col) of a matrix with `cols` columns lies in its blocked layout, in bytes.
+
+    512 * (tile row * tiles per row + tile column) + (row % 32) * 16 + (row % 128 // 32) * 4 + col % 4
+
+    row, col: ints or integer tensors
+    Source: NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout".
+    """
+    tile = row // SCALE_TILE_ROWS * (round_up(cols, SCALE_TILE_COLS) // SCALE_TILE_COLS) + col // SCALE_TILE_COLS
+    in_tile = row % 32 * 16 + row % SCALE_TILE_ROWS // 32 * 4 + col % SCALE_TILE_COLS
+    return tile * SCALE_TILE_BYTES + in_tile
