@@ -79,6 +79,7 @@ def _tensor_parallel_rule(x: Placement, w: Placement, x_dims: int) -> tuple[Plac
     if x.is_replicate() and w.is_replicate():
         return Replicate(), Replicate(), Replicate()
     raise ValueError(
-        f"MXFP8Linear has no tensor-parallel rule for x {x} and weight {w}; it knows column-wise (Replicate, Shard(0)), "
-        "row-wise (Shard(-1), Shard(1)) and a replicated weight. Keep this module in bf16 with --mx.filter_fqns."
+        f"MXFP8Linear has no tensor-parallel rule for x {x} and weight {w}; it knows column-wise "
+        "(Replicate, Shard(0)), row-wise (Shard(-1), Shard(1)) and a replicated weight. "
+        "Keep this module in bf16 with --mx.filter_fqns."
     )

@@ -1,0 +1,207 @@
+"""What scripts/llama4.sh runs: one torchtitan job under torchrun, its log kept, and two lines at its end.
+
+Everything is set by environment variables (`USAGE` lists them), as torchtitan's own run_train.sh does.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxfp8_titan.report.draw import draw_run
+from mxfp8_titan.report.run_log import closing_lines, first_non_finite, read_steps
+
+ROOT = Path(__file__).resolve().parents[1]
+
+USAGE = """usage: [VARIABLE=value ...] ./llama4.sh [torchtitan flags]
+
+Trains Llama4 with torchtitan and prints median tokens/second and peak memory at the end.
+
+  EXTRA_ARGS            torchtitan flags, quoted as in a shell. Unset: MXFP8 dense + MoE
+                        (--model.converters=mx --mx.moe_fqns_prototype=experts). Set: only what it says;
+                        without --model.converters that is the bf16 baseline.
+  CONFIG_FILE           a torchtitan TOML. Default: Llama4 Scout's layer sizes with 2 layers where the GPUs
+                        hold it, else the debug model.
+  NGPU                  processes, one a GPU. Default: every visible GPU; 2 without a GPU.
+  CUDA_VISIBLE_DEVICES  the GPUs to use.
+  STEPS                 training steps. Default: the TOML's.
+  LOG_DIR               folder for the log and the loss curve. Default: logs/ of this project.
+  LOG_RANK              ranks whose output is shown, 0 or 0,1. Default: 0.
+  TORCHTITAN_ROOT       a torchtitan 0.2.2 checkout to use instead of the installed package.
+"""
+
+MXFP8_EVERYWHERE = ("--model.converters=mx", "--mx.moe_fqns_prototype=experts")
+HOOKS = (
+    "--job.custom_config_module=mxfp8_titan.job_config",
+    "--experimental.custom_import=mxfp8_titan.plugin",
+)
+
+SCOUT_GIB = 100
+"""GPU memory that scout_2layer needs over all ranks: 4.43 B parameters x 18 bytes of fp32 masters, gradients and
+AdamW states and bf16 copies is 74 GiB, and a sequence of 8192 tokens takes about 10 more on each."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What launching depends on. gpu_gib is the smallest memory of the visible GPUs, 0 without one."""
+
+    gpus: int
+    gpu_gib: float
+    cores: int
+
+
+def this_machine() -> Machine:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    sizes = [torch.cuda.get_device_properties(i).total_memory / 2**30 for i in range(gpus)]
+    return Machine(gpus, min(sizes, default=0.0), os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked job: the command, its environment and where its log goes."""
+
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+
+
+def make_job(env: Mapping[str, str], flags: list[str], machine: Machine) -> Job:
+    """The job that the variables in `env` and `flags` ask for.
+
+    Raises: ValueError for a variable that cannot be used, naming it.
+    """
+    processes = _positive_int(env, "NGPU") or machine.gpus or 2
+    if machine.gpus and processes > machine.gpus:
+        raise ValueError(
+            f"NGPU={processes} but {machine.gpus} GPUs are visible; lower NGPU or set CUDA_VISIBLE_DEVICES"
+        )
+    config = _config_file(env, machine, processes)
+    args = ["--job.config_file", str(config), *HOOKS]
+    steps = _positive_int(env, "STEPS")
+    if steps:
+        args.append(f"--training.steps={steps}")
+    if "EXTRA_ARGS" in env:
+        args += _split(env["EXTRA_ARGS"])
+    elif not flags:
+        args += MXFP8_EVERYWHERE
+    args += flags
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
+        # Port 0 takes a free one, so that two jobs can run side by side.
+        "--rdzv-endpoint=localhost:0", f"--local-ranks-filter={env.get('LOG_RANK') or '0'}", "--role=rank", "--tee=3",
+        "-m", "mxfp8_titan.train",
+    ]  # fmt: skip
+    log_dir = Path(env.get("LOG_DIR") or ROOT / "logs").absolute()
+    log = log_dir / f"llama4-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    return Job([*torchrun, *args], _environment(env, machine, processes), log)
+
+
+def run(job: Job) -> int:
+    """Run `job`, showing and keeping its output. Its exit code; 1 for a job that ends well with a loss that is not
+    finite, or without a logged step."""
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"log: {job.log}\n$ {shlex.join(job.command)}", flush=True)
+    with open(job.log, "w") as log:
+        log.write(f"$ {shlex.join(job.command)}\n")
+        log.flush()
+        process = subprocess.Popen(
+            job.command, env=job.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        # Ctrl-C reaches torchrun by itself; a TERM sent to this process alone has to be passed on.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            log.write(line)
+        code = process.wait()
+    return finish(job.log, code)
+
+
+def finish(log: Path, code: int) -> int:
+    """Print how the run in `log` went; its two closing lines last. The exit code for the whole."""
+    steps = read_steps(log)
+    bad = first_non_finite(steps)
+    if bad:
+        print(f"error: the loss is {bad.loss} at step {bad.step}. Log: {log}")
+        return code or 1
+    if code:
+        reason = next((line for line in log.read_text(errors="replace").splitlines() if "error: " in line), "")
+        print(f"error: training failed with exit code {code}. Log: {log}\n{reason}".rstrip())
+        return code if code > 0 else 128 - code
+    if not steps:
+        print(f"error: no training step was logged. Log: {log}")
+        return 1
+    picture = log.with_suffix(".png")
+    draw_run(steps, log.stem, picture)
+    print(f"loss curve: {picture}\nlog: {log}")
+    print("\n".join(closing_lines(steps)), flush=True)
+    return 0
+
+
+def _positive_int(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text!r}, needs a whole number from 1 up")
+    return int(text)
+
+
+def _config_file(env: Mapping[str, str], machine: Machine, processes: int) -> Path:
+    if env.get("CONFIG_FILE"):
+        path = Path(env["CONFIG_FILE"]).absolute()
+        if not path.is_file():
+            raise ValueError(
+                f"CONFIG_FILE={env['CONFIG_FILE']} is not a file; configs of this project: {ROOT / 'configs'}"
+            )
+        return path
+    fits = machine.gpus and machine.gpu_gib * processes >= SCOUT_GIB
+    return ROOT / "configs" / ("llama4_scout_2layer.toml" if fits else "llama4_debug.toml")
+
+
+def _split(extra_args: str) -> list[str]:
+    # As a shell would: in EXTRA_ARGS='--model.converters="mx"' the inner quotes are no part of the name.
+    try:
+        return shlex.split(extra_args)
+    except ValueError as error:
+        raise ValueError(f"EXTRA_ARGS cannot be split into flags ({error}): {extra_args}") from None
+
+
+def _environment(env: Mapping[str, str], machine: Machine, processes: int) -> dict[str, str]:
+    paths = [str(ROOT)]
+    if env.get("TORCHTITAN_ROOT"):
+        checkout = Path(env["TORCHTITAN_ROOT"]).absolute()
+        if not (checkout / "torchtitan" / "train.py").is_file():
+            raise ValueError(
+                f"TORCHTITAN_ROOT={env['TORCHTITAN_ROOT']} is no torchtitan checkout: no torchtitan/train.py"
+            )
+        paths.append(str(checkout))
+    if env.get("PYTHONPATH"):
+        paths.append(env["PYTHONPATH"])
+    threads = str(max(1, machine.cores // processes))
+    defaults = {"OMP_NUM_THREADS": threads, "PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **env, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def main() -> None:
+    flags = sys.argv[1:]
+    if flags and flags[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    try:
+        job = make_job(os.environ, flags, this_machine())
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(run(job))
+
+
+if __name__ == "__main__":
+    main()

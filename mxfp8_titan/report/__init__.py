@@ -1,0 +1,1 @@
+"""Read training logs, compare runs, draw them."""

@@ -1,0 +1,55 @@
+# Sourced by llama4.sh and test.sh. find_python EXTRA: set PYTHON to an interpreter with everything that this
+# project needs (and the EXTRA group of pyproject.toml): the active one if it has it, else .venv, made on first use.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+has_requirements() { # python extra
+    "$1" - "$root/pyproject.toml" "$2" <<'PY' 2>/dev/null
+import importlib.metadata, importlib.util, os, re, sys
+
+if sys.version_info < (3, 10):
+    sys.exit(1)
+modules = ["torch", "torchtitan", "triton", "tomli", "datasets", "tokenizers", "filelock", "matplotlib"]
+modules += ["pytest", "pytest_timeout", "hypothesis", "ruff"] if sys.argv[2] == "test" else []
+sys.path[:0] = [os.environ["TORCHTITAN_ROOT"]] if os.environ.get("TORCHTITAN_ROOT") else []
+if any(importlib.util.find_spec(module) is None for module in modules):
+    sys.exit(1)
+torch = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2]))
+titan_fits = os.environ.get("TORCHTITAN_ROOT") or importlib.metadata.version("torchtitan") == "0.2.2"
+sys.exit(not ((2, 11) <= torch < (2, 14) and titan_fits))
+PY
+}
+
+has_torch() { # python
+    "$1" -c 'import importlib.metadata as m, re; v = tuple(map(int, re.findall(r"\d+", m.version("torch"))[:2]))
+raise SystemExit(not (2, 11) <= v < (2, 14))' 2>/dev/null
+}
+
+find_python() { # extra
+    local base=${PYTHON:-python3} venv=$root/.venv
+    if has_requirements "$base" "$1"; then
+        PYTHON=$base
+        return
+    fi
+    # One of two first runs at once installs, the other waits.
+    exec 9>"$root/.venv.lock"
+    if command -v flock >/dev/null; then flock 9; fi
+    if ! has_requirements "$venv/bin/python" "$1"; then
+        if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "error: $base is no Python 3.10 or newer; set PYTHON to one" >&2
+            exit 1
+        fi
+        echo "Setting up $venv (once; a few minutes)" >&2
+        # A torch that is already there serves: no second download of gigabytes.
+        local site=()
+        if has_torch "$base"; then site=(--system-site-packages); fi
+        [ -x "$venv/bin/python" ] || "$base" -m venv "${site[@]+"${site[@]}"}" "$venv"
+        "$venv/bin/python" -m pip install --disable-pip-version-check -q -e "$root${1:+[$1]}"
+        if ! has_requirements "$venv/bin/python" "$1"; then
+            echo "error: $venv does not have what pyproject.toml asks for; remove it and run again" >&2
+            exit 1
+        fi
+    fi
+    exec 9>&-
+    PYTHON=$venv/bin/python
+}

@@ -1,0 +1,69 @@
+"""The design's one-way flow of imports, read from the sources."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import mxfp8_titan
+
+PACKAGE = Path(mxfp8_titan.__file__).parent
+
+# What each layer may import from this project, besides itself.
+ALLOWED = {
+    "format": set(),
+    "reference": {"format"},
+    "kernels": {"format"},
+    "job_config": {"format"},
+    "backends": {"reference", "kernels", "format"},
+    "autograd": {"backends", "job_config"},
+    "modules": {"autograd", "backends", "job_config", "format"},
+    "selection": {"job_config", "format"},
+    "converter": {"selection", "modules", "backends", "job_config"},
+    "report": set(),
+}
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "mxfp8_titan" else [f"mxfp8_titan.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("mxfp8_titan.")}
+    return found
+
+
+def _files(layer: str) -> list[Path]:
+    module = PACKAGE / f"{layer}.py"
+    return [module] if module.exists() else sorted((PACKAGE / layer).rglob("*.py"))
+
+
+def test_imports_point_down_only():
+    for layer, allowed in ALLOWED.items():
+        for path in _files(layer):
+            extra = _imports(path) - allowed - {layer}
+            assert not extra, f"{path.relative_to(PACKAGE)} imports {extra}"
+
+
+def test_every_layer_that_the_test_names_exists_or_is_kernels():
+    for layer in ALLOWED:
+        assert _files(layer) or layer == "kernels"
+
+
+def test_only_selection_of_backends_reads_device_capability():
+    readers = [p for p in PACKAGE.rglob("*.py") if "get_device_capability" in p.read_text()]
+    assert [str(p.relative_to(PACKAGE)) for p in readers] == ["backends/select.py"]
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    heavy = ("torch", "triton", "torchtitan", "torchao", "datasets", "matplotlib")
+    code = f"import sys, mxfp8_titan; print([m for m in {heavy!r} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_reading_the_configuration_does_not_import_torch_or_triton():
+    code = "import sys, mxfp8_titan.job_config; print([m for m in ('torch', 'triton') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
