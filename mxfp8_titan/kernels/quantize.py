@@ -1,0 +1,217 @@
+"""MXFP8 quantization along K, along T, or along both from one read. Reference: mxfp8_titan.reference.quantize.
+
+The same kernel serves activations (T, K) and expert weights (E, N, K), whose rows N take the place of T. Scales come
+out plain or in the blocked layout of their case:
+
+    x (T, K)                 one matrix
+    x (T, K), group_ends     along K: the groups split the rows of the scales; along T: their columns
+    w (E, N, K)              one matrix per expert
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxfp8_titan.format import (
+    BLOCK_SIZE,
+    BLOCKED,
+    GROUP_TILE,
+    PLAIN,
+    blocked_shape,
+    blocked_shape_k_groups,
+    blocked_shape_t_groups,
+    round_up,
+)
+from mxfp8_titan.kernels.e4m3 import to_fp32
+from mxfp8_titan.kernels.launch import check_blocks, check_choices, check_groups, check_source, on_device, register_op
+from mxfp8_titan.kernels.tile import offsets_along_k, offsets_along_t, place_tile, store_along_k, store_along_t
+
+CONFIGS = {
+    # (along K, along T): features per tile, features per thread along T, warps
+    (True, False): {"TILE_K": 128, "VEC": 4, "num_warps": 8},
+    (False, True): {"TILE_K": 128, "VEC": 4, "num_warps": 4},
+    (True, True): {"TILE_K": 128, "VEC": 4, "num_warps": 4},
+}
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, along_k_ptr, scale_k_ptr, along_t_ptr, scale_t_ptr, group_ends_ptr,
+    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, num_groups, scale_k_bytes, scale_t_bytes,
+    ROUNDING: tl.constexpr, ALONG_K: tl.constexpr, ALONG_T: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr,
+    TILE_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes one tile of 128 tokens x TILE_K features; the grid is their number, features fastest.
+
+    With both directions the tile is loaded twice: the two want different threads to hold an element, and the second
+    load hits the L1 cache, which costs less than carrying fp32 copies in registers or through shared memory.
+    Tokens outside the tile's group, and features past K, are masked here.
+    """
+    pid = tl.program_id(0)
+    tile = pid // tiles_k
+    tile_k = pid % tiles_k
+    expert, first, read_end, write_end, base, tiles = place_tile(
+        tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, GROUPS, BLOCKED
+    )
+    x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
+    if ALONG_T:
+        t, k = offsets_along_t(tile_k, TILE_K, VEC)
+        x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
+        x = to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0))
+        store_along_t(
+            x, along_t_ptr, scale_t_ptr, scale_t_bytes, expert.to(tl.int64) * K, first, write_end,
+            tile, base, tiles, tile_k, K, T_OUT, ROUNDING, BLOCKED, GROUPS, TILE_K,
+        )  # fmt: skip
+    if ALONG_K:
+        t, k = offsets_along_k(tile_k, TILE_K)
+        x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
+        x = to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0))
+        rows = tl.minimum(write_end, T) - first
+        store_along_k(
+            x, along_k_ptr, scale_k_ptr, scale_k_bytes, expert.to(tl.int64) * T + first, rows, tile, tile_k,
+            K, ROUNDING, BLOCKED, GROUPS, TILE_K,
+        )  # fmt: skip
+
+
+def _allocate_along_k(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
+    """Empty data, of x's shape, and scales (uint8)."""
+    *experts, rows, features = x.shape
+    cols = features // BLOCK_SIZE
+    data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return data, x.new_empty(_scale_shape(experts, rows, cols, scale_layout, groups, False), dtype=torch.uint8)
+
+
+def _allocate_along_t(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
+    """Empty data (..., features, tokens rounded up to 32) and scales (uint8)."""
+    *experts, rows, features = x.shape
+    rows = round_up(rows, BLOCK_SIZE)
+    data = x.new_empty((*experts, features, rows), dtype=torch.float8_e4m3fn)
+    shape = _scale_shape(experts, features, rows // BLOCK_SIZE, scale_layout, groups, True)
+    return data, x.new_empty(shape, dtype=torch.uint8)
+
+
+def _scale_shape(
+    experts: list[int], rows: int, cols: int, scale_layout: str, groups: int, groups_split_columns: bool
+) -> tuple[int, ...]:
+    if scale_layout == PLAIN:
+        return (*experts, rows, cols)
+    if experts:
+        height, width = blocked_shape(rows, cols)
+        return (*experts, height * width)
+    if not groups:
+        return blocked_shape(rows, cols)
+    return (blocked_shape_k_groups if groups_split_columns else blocked_shape_t_groups)(rows, cols, groups)
+
+
+def launch(
+    x: Tensor,
+    along_k: tuple[Tensor, Tensor] | None,
+    along_t: tuple[Tensor, Tensor] | None,
+    rounding: str,
+    scale_layout: str,
+    group_ends: Tensor | None,
+    config: dict[str, int] | None = None,
+) -> None:
+    """Fills (data, scale) of the directions that are not None.
+
+    Raises: ValueError or TypeError for a wrong device, dtype, shape or choice; see `mxfp8_titan.kernels.launch`.
+    """
+    check_choices(rounding, scale_layout)
+    rows, features = x.shape[-2:]
+    experts = x.shape[0] if x.ndim == 3 else 1
+    if group_ends is not None and x.ndim == 3:
+        raise ValueError("group_ends is for tokens (T, K); w (E, N, K) has one matrix per expert")
+    if x.ndim == 3 and along_t is not None:
+        check_blocks(rows, "N of w (E, N, K)")
+    if along_k is not None:
+        check_blocks(features, "K")
+    blocked = scale_layout == BLOCKED
+    multiple = 1 if along_t is None else BLOCK_SIZE
+    num_groups, groups = check_groups(group_ends, x, rows, multiple)
+    rows_out = round_up(rows, BLOCK_SIZE)
+    config = config or CONFIGS[along_k is not None, along_t is not None]
+    tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups * blocked, GROUP_TILE)
+    tiles_k = triton.cdiv(round_up(features, GROUP_TILE) if blocked else features, config["TILE_K"])
+    grid = experts * tiles_t * tiles_k
+    if grid == 0:
+        return
+    data_k, scale_k = along_k or (x, x)
+    data_t, scale_t = along_t or (x, x)
+    with on_device(x):
+        quantize_kernel[(grid,)](
+            x, data_k, scale_k, data_t, scale_t, group_ends,
+            rows, rows_out, features, x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1),
+            tiles_t, tiles_k, num_groups, scale_k.numel(), scale_t.numel(),
+            rounding, along_k is not None, along_t is not None, blocked, groups, **config,
+        )  # fmt: skip
+
+
+def quantize_along_k(
+    x: Tensor, rounding: str, scale_layout: str = PLAIN, group_ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x in MXFP8, blocks of 32 along its last dim: (data, scale).
+
+    x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; K a multiple of 32
+    group_ends: (G,) int32, ends of the token groups, or None. Rows past the last end come out zero, unread.
+    returns data of x's shape, float8_e4m3fn contiguous; scale float8_e8m0fnu, (..., K / 32), or blocked
+            (pad128(T), pad4(K / 32)), (T + 128 G, pad4(K / 32)) with groups, (E, pad128(N) * pad4(K / 32)) for w
+    Raises: ValueError or TypeError for what the arguments above don't allow.
+    """
+    check_source(x, "x", (2, 3))
+    out = _allocate_along_k(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
+    launch(x, out, None, rounding, scale_layout, group_ends)
+    return out[0], out[1].view(torch.float8_e8m0fnu)
+
+
+def quantize_along_t(
+    x: Tensor, rounding: str, scale_layout: str = PLAIN, group_ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x in MXFP8, blocks of 32 along its rows, written transposed: (data, scale).
+
+    For w this is quantization along N: data (E, K, N), which as (E, N, K) has strides (N * K, 1, N).
+
+    x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; N a multiple of 32, T any
+    group_ends: (G,) int32, ends of the token groups, sizes multiples of 32, or None. Tokens past the last end come
+        out zero, unread.
+    returns data (K, T') float8_e4m3fn contiguous, T' = T rounded up to 32 with zeros, or (E, K, N);
+            scale float8_e8m0fnu, (K, T' / 32) or (E, K, N / 32), or blocked (pad128(K), pad4(T' / 32)),
+            (pad128(K), T' / 32 + 4 G) with groups, (E, pad128(K) * pad4(N / 32)) for w
+    Raises: ValueError or TypeError for what the arguments above don't allow.
+    """
+    check_source(x, "x", (2, 3))
+    out = _allocate_along_t(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
+    launch(x, None, out, rounding, scale_layout, group_ends)
+    return out[0], out[1].view(torch.float8_e8m0fnu)
+
+
+def quantize_both(
+    x: Tensor, rounding: str, scale_layout: str = PLAIN, group_ends: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_along_k` and `quantize_along_t` of x from one read: (data, scale) of each."""
+    check_source(x, "x", (2, 3))
+    groups = 0 if group_ends is None else group_ends.shape[0]
+    along_k = _allocate_along_k(x, scale_layout, groups)
+    along_t = _allocate_along_t(x, scale_layout, groups)
+    launch(x, along_k, along_t, rounding, scale_layout, group_ends)
+    e8m0 = torch.float8_e8m0fnu
+    return along_k[0], along_k[1].view(e8m0), along_t[0], along_t[1].view(e8m0)
+
+
+def _fake(*allocators):
+    def fake(x: Tensor, rounding: str, scale_layout: str = PLAIN, group_ends: Tensor | None = None):
+        groups = 0 if group_ends is None else group_ends.shape[0]
+        outs = [allocate(x, scale_layout, groups) for allocate in allocators]
+        return tuple(t for data, scale in outs for t in (data, scale.view(torch.float8_e8m0fnu)))
+
+    return fake
+
+
+_ARGS = "(Tensor x, str rounding, str scale_layout='plain', Tensor? group_ends=None)"
+register_op("quantize_along_k" + _ARGS + " -> (Tensor, Tensor)", quantize_along_k, _fake(_allocate_along_k))
+register_op("quantize_along_t" + _ARGS + " -> (Tensor, Tensor)", quantize_along_t, _fake(_allocate_along_t))
+register_op(
+    "quantize_both" + _ARGS + " -> (Tensor, Tensor, Tensor, Tensor)",
+    quantize_both,
+    _fake(_allocate_along_k, _allocate_along_t),
+)

@@ -1,0 +1,145 @@
+"""Device functions for one tile of 128 tokens x TILE_K features: its place, its addresses, its stores.
+
+128 tokens x 128 features are one 512-byte tile of blocked scales, along K and along T alike.
+
+A tile is held in one of two shapes. Along K it is (128, TILE_K), rows of 16-byte pieces, and the maximum of a block
+takes two shuffles. Along T it is (TILE_K / VEC, 4, 32, VEC): feature / VEC, block of tokens, token of the block,
+feature % VEC. Triton gives the last dim to one thread, spreads lanes and then warps over the dims in this order and
+leaves the rest to registers, so with 4 warps and TILE_K / VEC = 32
+
+    a lane owns VEC features,      so that a warp reads VEC * 64 consecutive bytes of bf16;
+    a warp owns one token block,   so that the maximum along T never leaves a thread;
+    after the cast a thread holds 32 consecutive tokens of a feature, so that the transpose moves 16-byte pieces.
+
+The order of the dims is what makes Triton choose this (seen with 3.6; tests/kernels/test_compile.py would notice).
+"""
+
+import triton
+import triton.language as tl
+
+from mxfp8_titan.format import BLOCK_SIZE as _BLOCK_SIZE
+from mxfp8_titan.format import SCALE_TILE_BYTES as _SCALE_TILE_BYTES
+from mxfp8_titan.format import SCALE_TILE_ROWS as _SCALE_TILE_ROWS
+from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, magnitude_bits, to_e4m3
+from mxfp8_titan.kernels.groups import GROUP_TILE, find_group
+
+BLOCK = tl.constexpr(_BLOCK_SIZE)
+TILE_T = GROUP_TILE
+BLOCKS_T = tl.constexpr(GROUP_TILE.value // _BLOCK_SIZE)
+
+_SCALE_TILE = tl.constexpr(_SCALE_TILE_BYTES)
+_SCALE_ROWS = tl.constexpr(_SCALE_TILE_ROWS)
+
+
+@triton.jit
+def place_tile(tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, GROUPS: tl.constexpr, BLOCKED: tl.constexpr):
+    """(expert, first, read_end, write_end, base, tiles) of tile number `tile` along the tokens of all experts.
+
+    Tokens of the tile below read_end are read, the others count as zero; those below write_end are written.
+    base, tiles: the first of the consecutive tiles that share a region of blocked scales, and their number.
+    """
+    if GROUPS > 0 and BLOCKED:
+        first, end, base, tiles, owned = find_group(tile, group_ends_ptr, num_groups, T, tiles_t, GROUPS)
+        return tile * 0, first, tl.where(owned, end, 0), tl.where(owned, end, T_OUT), base, tiles
+    elif GROUPS > 0:  # noqa: RET505 - one branch is compiled
+        return tile * 0, tile * TILE_T, tl.load(group_ends_ptr + num_groups - 1), T_OUT, tile * 0, tiles_t
+    else:
+        expert = tile // tiles_t
+        return expert, (tile - expert * tiles_t) * TILE_T, T, T_OUT, expert * tiles_t, tiles_t
+
+
+@triton.jit
+def offsets_along_k(tile_k, TILE_K: tl.constexpr):
+    """Tokens (128, 1), counted from the tile's first, and features (1, TILE_K)."""
+    return tl.arange(0, TILE_T)[:, None], tile_k * TILE_K + tl.arange(0, TILE_K)[None, :]
+
+
+@triton.jit
+def offsets_along_t(tile_k, TILE_K: tl.constexpr, VEC: tl.constexpr):
+    """Tokens (1, 4, 32, 1), counted from the tile's first, and features (TILE_K / VEC, 1, 1, VEC)."""
+    t = tl.arange(0, BLOCKS_T)[None, :, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :, None]
+    vec = tl.arange(0, TILE_K // VEC)[:, None, None, None]
+    return t, tile_k * TILE_K + vec * VEC + tl.arange(0, VEC)[None, None, None, :]
+
+
+@triton.jit
+def store_along_k(
+    x, data_ptr, scale_ptr, scale_bytes, row0, rows, tile, tile_k, K,
+    ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Quantizes x (128, TILE_K) fp32 in blocks along K; stores data and scales of its first `rows` rows.
+
+    row0: int64, number of the tile's first row in data (all rows, K) and in plain scales (all rows, K / 32)
+    """
+    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
+    bits = tl.reshape(magnitude_bits(x), [TILE_T, BLOCKS_K, BLOCK])
+    byte = e8m0_from_bits(tl.max(bits, 2), ROUNDING)
+    y = tl.reshape(x, [TILE_T, BLOCKS_K, BLOCK]) * inv_scale_from_e8m0(byte)[:, :, None]
+    t, k = offsets_along_k(tile_k, TILE_K)
+    out = data_ptr + row0 * K + t.to(tl.int64) * K + k
+    tl.store(out, tl.reshape(to_e4m3(y), [TILE_T, TILE_K]), mask=(t < rows) & (k < K))
+    if BLOCKED:
+        PARTS: tl.constexpr = _SCALE_ROWS // TILE_K
+        region = (tile.to(tl.int64) * tl.cdiv(K, _SCALE_ROWS) + tile_k // PARTS) * _SCALE_TILE
+        if PARTS > 1:
+            region += tile_k % PARTS * BLOCKS_K
+        byte = tl.permute(tl.reshape(byte, [4, 32, BLOCKS_K]), (1, 0, 2))
+        _store_blocked(scale_ptr, region, byte, scale_bytes, 4, BLOCKS_K, GROUPS > 0)
+    else:
+        cols = K // BLOCK
+        col = tile_k * BLOCKS_K + tl.arange(0, BLOCKS_K)[None, :]
+        out = scale_ptr + row0 * cols + t.to(tl.int64) * cols + col
+        tl.store(out, byte.to(tl.uint8), mask=(t < rows) & (col < cols))
+
+
+@triton.jit
+def store_along_t(
+    x, data_ptr, scale_ptr, scale_bytes, feature0, first, write_end, tile, base, tiles, tile_k, K, T_OUT,
+    ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Quantizes x (TILE_K / VEC, 4, 32, VEC) fp32 in blocks along T; stores data (features, T_OUT) and scales.
+
+    feature0: int64, the features of earlier experts
+    """
+    byte = e8m0_from_bits(tl.max(magnitude_bits(x), 2), ROUNDING)
+    y = to_e4m3(x * inv_scale_from_e8m0(byte)[:, :, None, :])
+    store_transposed(y, data_ptr, feature0, first, write_end, tile_k, K, T_OUT, TILE_K)
+    byte = tl.permute(byte, (0, 2, 1))
+    if BLOCKED:
+        PARTS: tl.constexpr = _SCALE_ROWS // TILE_K
+        HEIGHT: tl.constexpr = TILE_K // 32
+        row_tile = (tile_k // PARTS).to(tl.int64)
+        region = (base.to(tl.int64) * tl.cdiv(K, _SCALE_ROWS) + row_tile * tiles + (tile - base)) * _SCALE_TILE
+        if PARTS > 1:
+            region += tile_k % PARTS * HEIGHT * 4
+        byte = tl.permute(tl.reshape(byte, [HEIGHT, 32, BLOCKS_T]), (1, 0, 2))
+        _store_blocked(scale_ptr, region, byte, scale_bytes, HEIGHT, BLOCKS_T, GROUPS > 0)
+    else:
+        k = tile_k * TILE_K + tl.arange(0, TILE_K)[:, None]
+        block = first // BLOCK + tl.arange(0, BLOCKS_T)[None, :]
+        out = scale_ptr + (feature0 + k) * (T_OUT // BLOCK) + block
+        byte = tl.reshape(byte, [TILE_K, BLOCKS_T])
+        tl.store(out, byte.to(tl.uint8), mask=(k < K) & (block * BLOCK < write_end))
+
+
+@triton.jit
+def store_transposed(y, data_ptr, feature0, first, write_end, tile_k, K, T_OUT, TILE_K: tl.constexpr):
+    """Stores the E4M3 tile y (TILE_K / VEC, 4, 32, VEC) as data (features, T_OUT)."""
+    y = tl.reshape(tl.permute(y, (0, 3, 1, 2)), [TILE_K, TILE_T])
+    # Both are multiples of 32 already; said this way, the compiler knows, and stores 16 bytes at once.
+    first = first // BLOCK * BLOCK
+    write_end = write_end // BLOCK * BLOCK
+    k = tile_k * TILE_K + tl.arange(0, TILE_K)[:, None]
+    t = tl.arange(0, TILE_T)[None, :]
+    tl.store(data_ptr + first + (feature0 + k) * T_OUT + t, y, mask=(k < K) & (t < write_end - first))
+
+
+@triton.jit
+def _store_blocked(ptr, region, byte, limit, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr):
+    """Stores byte (32, HEIGHT, WIDTH) into a 512-byte tile (32, 4, 4); only a grouped buffer can end inside one."""
+    i = tl.arange(0, 32)[:, None, None]
+    at = i * 16 + tl.arange(0, HEIGHT)[None, :, None] * 4 + tl.arange(0, WIDTH)[None, None, :]
+    if BOUNDED:
+        tl.store(ptr + region + at, byte.to(tl.uint8), mask=at < tl.multiple_of(limit - region, 4))
+    else:
+        tl.store(ptr + region + at, byte.to(tl.uint8))
