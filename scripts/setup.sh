@@ -9,7 +9,7 @@ import importlib.metadata, importlib.util, os, re, sys
 
 if sys.version_info < (3, 10):
     sys.exit(1)
-modules = ["torch", "torchtitan", "triton", "tomli", "datasets", "tokenizers", "filelock", "matplotlib"]
+modules = ["torch", "torchtitan", "triton", "tomli", "datasets", "tokenizers", "safetensors", "filelock", "matplotlib"]
 modules += ["pytest", "pytest_timeout", "hypothesis", "ruff"] if sys.argv[2] == "test" else []
 sys.path[:0] = [os.environ["TORCHTITAN_ROOT"]] if os.environ.get("TORCHTITAN_ROOT") else []
 if any(importlib.util.find_spec(module) is None for module in modules):

@@ -49,7 +49,7 @@ def _(dy: Tensor, x: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
 @torch.library.custom_op("mxfp8_titan::reference_grouped_y", mutates_args=())
 def grouped_y(x: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
     """x_along_k @ w_along_k[e]^T for the rows of each expert e (T, N)."""
-    return grouped_gemm(x, quantize_along_k(w, rounding), group_ends, rounding, out_dtype)
+    return grouped_gemm(quantize_along_k(x, rounding), quantize_along_k(w, rounding), group_ends, out_dtype)
 
 
 @grouped_y.register_fake
@@ -60,7 +60,7 @@ def _(x: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.
 @torch.library.custom_op("mxfp8_titan::reference_grouped_dx", mutates_args=())
 def grouped_dx(dy: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
     """dy_along_n @ w_along_n[e] for the rows of each expert e (T, K)."""
-    return grouped_gemm(dy, quantize_along_n(w, rounding), group_ends, rounding, out_dtype)
+    return grouped_gemm(quantize_along_k(dy, rounding), quantize_along_n(w, rounding), group_ends, out_dtype)
 
 
 @grouped_dx.register_fake

@@ -7,8 +7,9 @@ The group sizes are read on the host, which waits for the device: this is the de
 import torch
 from torch import Tensor
 
-from mxfp8_titan.reference.gemm import gemm
-from mxfp8_titan.reference.quantize import Quantized, quantize_along_k, quantize_along_t
+from mxfp8_titan.format import BLOCK_SIZE, round_up
+from mxfp8_titan.reference.gemm import multiply, operand
+from mxfp8_titan.reference.quantize import Quantized, quantize_along_t
 
 
 def group_bounds(group_ends: Tensor, rows: int) -> list[tuple[int, int]]:
@@ -28,34 +29,50 @@ def group_bounds(group_ends: Tensor, rows: int) -> list[tuple[int, int]]:
     return list(zip(starts, ends, strict=True))
 
 
-def grouped_gemm(a: Tensor, b: Quantized, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """Rows of each group times that expert's matrix: out[rows of e] = quantized(a[rows of e]) @ b[e]^T.
+def grouped_gemm(a: Quantized, b: Quantized, group_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Rows of each group times that expert's matrix: out[rows of e] = a[rows of e] @ b[e]^T.
 
-    a: (T, K) fp32, bf16 or fp16, quantized here along K
+    a: data (T, K), scale (T, K / 32)
     b: data (E, N, K), scale (E, N, K / 32)
     group_ends: (E,) int32
     returns (T, N), zeros past the last group end
     """
-    out = a.new_zeros((a.shape[0], b.data.shape[1]), dtype=out_dtype)
-    for expert, (start, end) in enumerate(group_bounds(group_ends, a.shape[0])):
+    rows = a.data.shape[0]
+    left, right = operand(a), operand(b)
+    out = left.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
+    for expert, (start, end) in enumerate(group_bounds(group_ends, rows)):
         if start < end:
-            a_expert = quantize_along_k(a[start:end], rounding)
-            out[start:end] = gemm(a_expert, Quantized(b.data[expert], b.scale[expert]), out_dtype)
+            out[start:end] = multiply(left[start:end], right[expert], out_dtype)
     return out
 
 
 def grouped_gemm_over_rows(a: Tensor, b: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
     """One (N, K) product per group, contracted over the group's rows: a[rows of e]^T @ b[rows of e].
 
-    Both are quantized here along their rows, each group on its own, so that no block spans two experts.
+    Both are quantized here along their rows, each group padded to whole blocks, so that no block spans two experts.
 
     a: (T, N), b: (T, K) fp32, bf16 or fp16
     group_ends: (E,) int32
     returns (E, N, K), zeros for an empty group
     """
-    out = a.new_zeros((group_ends.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
-    for expert, (start, end) in enumerate(group_bounds(group_ends, a.shape[0])):
+    bounds = group_bounds(group_ends, a.shape[0])
+    left, right = (operand(quantize_along_t(_pad_groups(x, bounds), rounding)) for x in (a, b))
+    out = a.new_zeros((len(bounds), a.shape[1], b.shape[1]), dtype=out_dtype)
+    first = 0
+    for expert, (start, end) in enumerate(bounds):
         if start < end:
-            a_expert = quantize_along_t(a[start:end], rounding)
-            out[expert] = gemm(a_expert, quantize_along_t(b[start:end], rounding), out_dtype)
+            padded = slice(first, first + round_up(end - start, BLOCK_SIZE))
+            out[expert] = multiply(left[:, padded], right[:, padded], out_dtype)
+            first = padded.stop
+    return out
+
+
+def _pad_groups(x: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+    """The groups of x (T, K) one after another, each with zero rows up to a multiple of 32."""
+    rows = sum(round_up(end - start, BLOCK_SIZE) for start, end in bounds)
+    out = x.new_zeros((rows, x.shape[1]))
+    first = 0
+    for start, end in bounds:
+        out[first : first + end - start] = x[start:end]
+        first += round_up(end - start, BLOCK_SIZE)
     return out

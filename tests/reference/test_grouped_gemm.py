@@ -22,7 +22,7 @@ def test_gemm_equals_the_float64_product_of_its_dequantized_operands(device):
 def test_each_group_is_its_own_product(counts, device):
     x = torch.randn(160, 64, device=device)
     w = torch.randn(len(counts), 96, 64, device=device)
-    out = grouped_gemm(x, quantize_along_k(w, RCEIL), _ends(counts, device), RCEIL, torch.float32)
+    out = grouped_gemm(quantize_along_k(x, RCEIL), quantize_along_k(w, RCEIL), _ends(counts, device), torch.float32)
     start = 0
     for expert, count in enumerate(counts):
         rows = slice(start, start + count)

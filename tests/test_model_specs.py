@@ -1,0 +1,59 @@
+from types import SimpleNamespace
+
+import pytest
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxfp8_titan import local_text, plugin  # noqa: F401 - registers the specs
+from mxfp8_titan.model_specs import MODELS, FiniteLossMetrics, NonFiniteLossError
+
+
+def _config(path, flavor="debugmodel", dataset="local_text", dataset_path=None):
+    return SimpleNamespace(
+        model=SimpleNamespace(name="llama4", flavor=flavor, hf_assets_path=path),
+        training=SimpleNamespace(dataset=dataset, dataset_path=dataset_path),
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_s_own_parts_are_kept(name):
+    spec = get_train_spec(name)
+    assert spec.model_cls.__module__.startswith(f"torchtitan.models.{name}")
+    assert spec.build_metrics_processor_fn is not None
+    assert spec.state_dict_adapter is not None
+
+
+def test_the_sentinel_path_asks_for_the_local_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    config = _config(local_text.TOKENIZER_PATH, dataset_path=str(tmp_path / "a.txt"))
+    tokenizer = get_train_spec("llama4").build_tokenizer_fn(config)
+    assert tokenizer.get_vocab_size() <= 2048
+    assert config.model.hf_assets_path.startswith(str(tmp_path / "cache"))
+
+
+def test_any_other_path_is_torchtitan_s_own_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    folder = local_text.tokenizer_folder(str(tmp_path / "a.txt"), vocab_size=300)
+    config = _config(folder, dataset="c4")
+    assert get_train_spec("llama4").build_tokenizer_fn(config).get_vocab_size() <= 300
+    assert config.model.hf_assets_path == folder
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text(" ".join(str(i * i) for i in range(20000)))
+    folder = local_text.tokenizer_folder(str(tmp_path / "a.txt"), vocab_size=4000)
+    with pytest.raises(ValueError, match="has 4000 entries but llama4 debugmodel has vocab_size 2048"):
+        get_train_spec("llama4").build_tokenizer_fn(_config(folder))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_first_loss_that_is_not_finite_raises(bad, monkeypatch):
+    logged = []
+    monkeypatch.setattr("torchtitan.components.metrics.MetricsProcessor.log", lambda self, *a, **k: logged.append(a))
+    metrics = object.__new__(FiniteLossMetrics)
+    metrics.log(1, 2.0, 2.0, 1.0)
+    with pytest.raises(NonFiniteLossError, match="at step 2"):
+        metrics.log(2, bad, bad, 1.0)
+    assert len(logged) == 2

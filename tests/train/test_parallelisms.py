@@ -1,0 +1,59 @@
+"""Two steps of the debug model under torchtitan's other ways to run it."""
+
+import pytest
+
+from tests.train.harness import MX, TINY, train
+
+pytestmark = pytest.mark.train
+
+TWO = "--training.steps=2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=selective"),
+        ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"),
+        ("--parallelism.fsdp_reshard_after_forward=never", "--training.global_batch_size=8"),
+        ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"),
+    ],
+    ids=["expert_parallel_selective_ac", "pipeline", "no_reshard_accumulated", "ddp"],
+)
+def test_two_processes_train_and_log_both_steps(flags, tmp_path):
+    run = train(tmp_path, *MX, *TINY, TWO, *flags, processes=2)
+    assert "30 linears and 3 expert modules converted" in run.output
+    assert len(run.steps) == 2
+    if "pipeline" not in flags[0]:
+        # Under pipelining the loss is on the last stage, and the first rank is the one shown.
+        assert all(7 < loss < 9 for loss in run.losses())
+
+
+def test_tensor_parallel_losses_and_gradient_norms_are_those_of_bf16(tmp_path):
+    flags = (*TINY, TWO, "--debug.seed=1", "--parallelism.tensor_parallel_degree=2")
+    bf16, mx = (train(tmp_path / str(len(more)), *flags, *more, processes=2) for more in ((), MX))
+    assert mx.losses() == pytest.approx(bf16.losses(), abs=0.01)
+    assert [s.grad_norm for s in mx.steps] == pytest.approx([s.grad_norm for s in bf16.steps], rel=0.01)
+    assert mx.losses() != bf16.losses()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_does_not_change_the_losses(mode, tmp_path):
+    flags = (*MX, *TINY, "--training.steps=3", "--debug.seed=1")
+    plain = train(tmp_path / "none", *flags)
+    checkpointed = train(tmp_path / mode, *flags, f"--activation_checkpoint.mode={mode}")
+    assert checkpointed.losses() == plain.losses()
+
+
+def test_compiled_blocks_train_and_agree_with_eager(tmp_path):
+    flags = (*MX, *TINY, TWO, "--debug.seed=1")
+    eager, compiled = train(tmp_path / "eager", *flags), train(tmp_path / "compiled", *flags, "--compile.enable")
+    assert "Compiling each TransformerBlock" in compiled.output
+    assert compiled.losses() == pytest.approx(eager.losses(), abs=0.02)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    run = train(
+        tmp_path, *MX, *TINY, "--training.steps=50", "--optimizer.lr=1e20", "--training.max_norm=1e30", fails=True
+    )
+    assert "NonFiniteLossError" in run.output
+    assert len(run.steps) < 50
