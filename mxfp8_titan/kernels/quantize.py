@@ -24,8 +24,9 @@ from mxfp8_titan.format import (
     round_up,
 )
 from mxfp8_titan.kernels.e4m3 import to_fp32
+from mxfp8_titan.kernels.groups import place_tile
 from mxfp8_titan.kernels.launch import check_blocks, check_choices, check_groups, check_source, on_device, register_op
-from mxfp8_titan.kernels.tile import offsets_along_k, offsets_along_t, place_tile, store_along_k, store_along_t
+from mxfp8_titan.kernels.tile import TILE_T, offsets_along_k, offsets_along_t, store_along_k, store_along_t
 
 CONFIGS = {
     # (along K, along T): features per tile, features per thread along T, warps
@@ -51,8 +52,8 @@ def quantize_kernel(
     pid = tl.program_id(0)
     tile = pid // tiles_k
     tile_k = pid % tiles_k
-    expert, first, read_end, write_end, base, tiles = place_tile(
-        tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, GROUPS, BLOCKED
+    _, expert, first, read_end, write_end, base, tiles = place_tile(
+        tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, BLOCKED
     )
     x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
     if ALONG_T:

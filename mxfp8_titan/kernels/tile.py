@@ -18,34 +18,17 @@ import triton
 import triton.language as tl
 
 from mxfp8_titan.format import BLOCK_SIZE as _BLOCK_SIZE
+from mxfp8_titan.format import GROUP_TILE as _GROUP_TILE
 from mxfp8_titan.format import SCALE_TILE_BYTES as _SCALE_TILE_BYTES
 from mxfp8_titan.format import SCALE_TILE_ROWS as _SCALE_TILE_ROWS
 from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, magnitude_bits, to_e4m3
-from mxfp8_titan.kernels.groups import GROUP_TILE, find_group
 
 BLOCK = tl.constexpr(_BLOCK_SIZE)
-TILE_T = GROUP_TILE
-BLOCKS_T = tl.constexpr(GROUP_TILE.value // _BLOCK_SIZE)
+TILE_T = tl.constexpr(_GROUP_TILE)
+BLOCKS_T = tl.constexpr(_GROUP_TILE // _BLOCK_SIZE)
 
 _SCALE_TILE = tl.constexpr(_SCALE_TILE_BYTES)
 _SCALE_ROWS = tl.constexpr(_SCALE_TILE_ROWS)
-
-
-@triton.jit
-def place_tile(tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, GROUPS: tl.constexpr, BLOCKED: tl.constexpr):
-    """(expert, first, read_end, write_end, base, tiles) of tile number `tile` along the tokens of all experts.
-
-    Tokens of the tile below read_end are read, the others count as zero; those below write_end are written.
-    base, tiles: the first of the consecutive tiles that share a region of blocked scales, and their number.
-    """
-    if GROUPS > 0 and BLOCKED:
-        first, end, base, tiles, owned = find_group(tile, group_ends_ptr, num_groups, T, tiles_t, GROUPS)
-        return tile * 0, first, tl.where(owned, end, 0), tl.where(owned, end, T_OUT), base, tiles
-    elif GROUPS > 0:  # noqa: RET505 - one branch is compiled
-        return tile * 0, tile * TILE_T, tl.load(group_ends_ptr + num_groups - 1), T_OUT, tile * 0, tiles_t
-    else:
-        expert = tile // tiles_t
-        return expert, (tile - expert * tiles_t) * TILE_T, T, T_OUT, expert * tiles_t, tiles_t
 
 
 @triton.jit
@@ -84,7 +67,7 @@ def store_along_k(
         if PARTS > 1:
             region += tile_k % PARTS * BLOCKS_K
         byte = tl.permute(tl.reshape(byte, [4, 32, BLOCKS_K]), (1, 0, 2))
-        _store_blocked(scale_ptr, region, byte, scale_bytes, 4, BLOCKS_K, GROUPS > 0)
+        store_blocked(scale_ptr, region, byte, scale_bytes, 4, BLOCKS_K, GROUPS > 0)
     else:
         cols = K // BLOCK
         col = tile_k * BLOCKS_K + tl.arange(0, BLOCKS_K)[None, :]
@@ -113,7 +96,7 @@ def store_along_t(
         if PARTS > 1:
             region += tile_k % PARTS * HEIGHT * 4
         byte = tl.permute(tl.reshape(byte, [HEIGHT, 32, BLOCKS_T]), (1, 0, 2))
-        _store_blocked(scale_ptr, region, byte, scale_bytes, HEIGHT, BLOCKS_T, GROUPS > 0)
+        store_blocked(scale_ptr, region, byte, scale_bytes, HEIGHT, BLOCKS_T, GROUPS > 0)
     else:
         k = tile_k * TILE_K + tl.arange(0, TILE_K)[:, None]
         block = first // BLOCK + tl.arange(0, BLOCKS_T)[None, :]
@@ -135,7 +118,7 @@ def store_transposed(y, data_ptr, feature0, first, write_end, tile_k, K, T_OUT, 
 
 
 @triton.jit
-def _store_blocked(ptr, region, byte, limit, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr):
+def store_blocked(ptr, region, byte, limit, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr):
     """Stores byte (32, HEIGHT, WIDTH) into a 512-byte tile (32, 4, 4); only a grouped buffer can end inside one."""
     i = tl.arange(0, 32)[:, None, None]
     at = i * 16 + tl.arange(0, HEIGHT)[None, :, None] * 4 + tl.arange(0, WIDTH)[None, None, :]

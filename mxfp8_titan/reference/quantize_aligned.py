@@ -29,14 +29,16 @@ class Aligned(NamedTuple):
 
 
 def encode(x: Tensor, byte: Tensor) -> Tensor:
-    """x * 2**(127 - byte) as E4M3, saturating at +-448; byte 255 gives NaN.
+    """x * 2**(127 - byte) as E4M3, saturating at +-448; NaN and byte 255 give 0x7f.
 
     x: fp32
     byte: uint8, broadcast against x
     """
     multiplier = ((2 * E8M0_BIAS - byte.int()) << 23).view(torch.float32)
-    data = (x * multiplier).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(byte == E8M0_NAN_BYTE, E4M3_NAN_BYTE, data).view(torch.float8_e4m3fn)
+    scaled = (x * multiplier).clamp(-E4M3_MAX, E4M3_MAX)
+    is_nan = scaled.isnan() | (byte == E8M0_NAN_BYTE)
+    data = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(is_nan, E4M3_NAN_BYTE, data).view(torch.float8_e4m3fn)
 
 
 def quantize_aligned_along_k(x: Tensor, rounding: str) -> Aligned:

@@ -1,0 +1,197 @@
+"""MXFP8 with one scale per feature and group of tokens, written transposed. Reference: reference.quantize_aligned.
+
+    requantize_aligned_along_t   from FP8 data along K and its column maxima: exponent shift and transpose
+    quantize_aligned_along_t     from x itself, in two reads
+
+x is (T, K), one group or those of group_ends, or (E, N, K), where each expert's N rows are a group.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxfp8_titan.format import BLOCK_SIZE, GROUP_TILE, round_up
+from mxfp8_titan.kernels.e4m3 import (
+    e8m0_from_bits,
+    inv_scale_from_e8m0,
+    magnitude_bits,
+    scale_from_e8m0,
+    to_e4m3,
+    to_fp32,
+)
+from mxfp8_titan.kernels.groups import place_tile
+from mxfp8_titan.kernels.launch import check_groups, check_source, on_device, register_op
+from mxfp8_titan.kernels.quantize_aligned import OPTIONAL_GROUPS, check_args, groups_of, strides
+from mxfp8_titan.kernels.tile import TILE_T, offsets_along_t, store_transposed
+
+TILE_CONFIG = {"TILE_K": 128, "VEC": 4, "num_warps": 4}
+"""Features per tile, features per thread, warps."""
+
+
+@triton.jit
+def column_amax_kernel(
+    x_ptr, amax_ptr, group_ends_ptr, T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, num_groups,
+    GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """One program takes the column maxima of one tile of a group, 128 tokens x TILE_K features, to memory."""
+    pid = tl.program_id(0)
+    tile_k = pid % tiles_k
+    group, expert, first, read_end, _, _, _ = place_tile(
+        pid // tiles_k, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, True
+    )
+    if first < read_end:
+        t, k = offsets_along_t(tile_k, TILE_K, VEC)
+        x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
+        x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
+        bits = magnitude_bits(to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0)))
+        bits = tl.reshape(tl.max(tl.max(bits, 2), 1), [TILE_K])
+        k = tile_k * TILE_K + tl.arange(0, TILE_K)
+        tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, bits, mask=k < K, sem="relaxed")
+
+
+@triton.jit
+def aligned_along_t_kernel(
+    x_ptr, row_scale_ptr, amax_ptr, data_ptr, scale_ptr, group_ends_ptr,
+    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, tiles, num_groups, all_groups,
+    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """One program scales and transposes one tile of 128 tokens x TILE_K features, features fastest in the grid.
+
+    FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come those that write scales,
+    TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
+    """
+    pid = tl.program_id(0)
+    if pid >= tiles:
+        group = ((pid - tiles) // tiles_k).to(tl.int64)
+        _store_scales(amax_ptr, scale_ptr, group, (pid - tiles) % tiles_k, K, ROUNDING, TILE_K)
+    else:
+        _encode_tile(
+            x_ptr, row_scale_ptr, amax_ptr, data_ptr, group_ends_ptr,
+            T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, pid // tiles_k, pid % tiles_k, num_groups,
+            all_groups, ROUNDING, FROM_FP8, GROUPS, TILE_K, VEC,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_scales(amax_ptr, scale_ptr, group, tile_k, K, ROUNDING: tl.constexpr, TILE_K: tl.constexpr):
+    k = tile_k * TILE_K + tl.arange(0, TILE_K)
+    amax = magnitude_bits(tl.load(amax_ptr + group * K + k, mask=k < K, other=0.0))
+    byte = e8m0_from_bits(amax, ROUNDING)
+    tl.store(scale_ptr + group * K + k, scale_from_e8m0(byte), mask=k < K)
+
+
+@triton.jit
+def _encode_tile(
+    x_ptr, row_scale_ptr, amax_ptr, data_ptr, group_ends_ptr,
+    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tile, tile_k, num_groups, all_groups,
+    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    group, expert, first, read_end, write_end, _, _ = place_tile(
+        tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, True
+    )
+    t, k = offsets_along_t(tile_k, TILE_K, VEC)
+    readable = t < read_end - first
+    x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
+    x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
+    x = to_fp32(tl.load(x_ptrs, mask=readable & (k < K), other=0.0))
+    if FROM_FP8:
+        x *= tl.load(row_scale_ptr + expert.to(tl.int64) * T + first + t, mask=readable, other=0.0)
+    # Past the last group there is no amax: the tile is zero, whatever it is multiplied by.
+    amax = tl.load(amax_ptr + group.to(tl.int64) * K + k, mask=(k < K) & (group < all_groups), other=0.0)
+    y = to_e4m3(x * inv_scale_from_e8m0(e8m0_from_bits(magnitude_bits(amax), ROUNDING)))
+    store_transposed(y, data_ptr, expert.to(tl.int64) * K, first, write_end, tile_k, K, T_OUT, TILE_K)
+
+
+def _allocate(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-2], x.shape[-1], round_up(x.shape[-2], BLOCK_SIZE))
+    scale = x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
+    return x.new_empty(shape, dtype=torch.float8_e4m3fn), scale
+
+
+def _grid(x: Tensor, num_groups: int, config: dict[str, int]) -> tuple[int, int, int, int]:
+    """(tiles along T of one expert, tiles along K, tiles in all, T rounded up to 32)."""
+    rows_out = round_up(x.shape[-2], BLOCK_SIZE)
+    tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups, GROUP_TILE)
+    tiles_k = triton.cdiv(x.shape[-1], config["TILE_K"])
+    return tiles_t, tiles_k, (x.shape[0] if x.ndim == 3 else 1) * tiles_t * tiles_k, rows_out
+
+
+def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
+    """(G, K) fp32: each group's largest magnitude of each feature, NaN kept; 0 in an empty group.
+
+    x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; rows past the last group end are not read
+    """
+    check_source(x, "x", (2, 3))
+    num_groups, groups = check_groups(group_ends, x, x.shape[-2])
+    amax = x.new_zeros((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
+    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups, TILE_CONFIG)
+    if x.numel():
+        with on_device(x):
+            column_amax_kernel[(tiles,)](
+                x, amax.view(torch.int32), group_ends, x.shape[-2], rows_out, x.shape[-1], *strides(x),
+                tiles_t, tiles_k, num_groups, groups, **TILE_CONFIG,
+            )  # fmt: skip
+    return amax
+
+
+def _launch_along_t(
+    x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    num_groups, groups = check_args(x, rounding, group_ends, BLOCK_SIZE)
+    data, scale = _allocate(x, group_ends)
+    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups, TILE_CONFIG)
+    grid = tiles + scale.shape[0] * tiles_k
+    if grid:
+        with on_device(x):
+            aligned_along_t_kernel[(grid,)](
+                x, row_scale, amax, data, scale, group_ends,
+                x.shape[-2], rows_out, x.shape[-1], *strides(x), tiles_t, tiles_k, tiles, num_groups, scale.shape[0],
+                rounding, row_scale is not None, groups, **TILE_CONFIG,
+            )  # fmt: skip
+    return data, scale
+
+
+def quantize_aligned_along_t(x: Tensor, rounding: str, group_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x in MXFP8, written transposed, one scale per feature and group: (data, scale). Reads x twice.
+
+    x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; rows past the last group end are not read
+    group_ends: (G,) int32, sizes multiples of 32, or None for one group (per expert)
+    returns data (K, T') or (E, K, N') float8_e4m3fn contiguous, T' = T rounded up to 32, zero past the last group;
+            scale (G, K) fp32
+    Raises: ValueError or TypeError for what the arguments above don't allow.
+    """
+    return _launch_along_t(x, None, column_amax(x, group_ends), rounding, group_ends)
+
+
+def requantize_aligned_along_t(
+    data: Tensor, scale: Tensor, amax: Tensor, rounding: str, group_ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `quantize_aligned_along_t` returns, from the results of `quantize_aligned_along_k_with_amax`.
+
+    data: (T, K) or (E, N, K) float8_e4m3fn; scale: (T,) or (E, N) fp32 contiguous; amax: (G, K) fp32 contiguous
+    Raises: ValueError or TypeError for what the arguments above don't allow.
+    """
+    if data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or amax.dtype != torch.float32:
+        raise TypeError(
+            f"data, scale, amax are {data.dtype}, {scale.dtype}, {amax.dtype}, need float8_e4m3fn, float32, float32"
+        )
+    expected = (groups_of(data, group_ends), data.shape[-1])
+    if scale.shape != data.shape[:-1] or amax.shape != expected:
+        raise ValueError(
+            f"scale is {tuple(scale.shape)}, amax {tuple(amax.shape)}; data {tuple(data.shape)} needs "
+            f"{tuple(data.shape[:-1])} and {expected}"
+        )
+    return _launch_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends)
+
+
+register_op(
+    f"quantize_aligned_along_t(Tensor x, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
+    quantize_aligned_along_t,
+    lambda x, rounding, group_ends=None: _allocate(x, group_ends),
+)
+register_op(
+    f"requantize_aligned_along_t(Tensor data, Tensor scale, Tensor amax, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
+    requantize_aligned_along_t,
+    lambda data, scale, amax, rounding, group_ends=None: _allocate(data, group_ends),
+)
