@@ -146,15 +146,15 @@ def test_selective_checkpointing_saves_the_forward_gemms():
     assert REFERENCE.linear_dx not in _op_sac_save_list
 
 
-def test_optimizers_see_ordinary_parameters_and_state_dicts_ordinary_tensors():
+def test_optimizers_see_ordinary_parameters_and_state_dicts_ordinary_tensors(device):
     model = _convert(*BOTH)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     assert all(type(v) is torch.Tensor for v in model.state_dict().values())
     for kwargs in ({"fused": True}, {"foreach": True}, {"foreach": False}):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kwargs)
-        model(torch.randint(0, 256, (2, 32))).square().mean().backward()
+        model(torch.randint(0, 256, (2, 32), device=device)).square().mean().backward()
         before = model.layers["1"].moe.experts.w1.clone()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,11 +162,11 @@ def test_optimizers_see_ordinary_parameters_and_state_dicts_ordinary_tensors():
         assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_tokens_per_expert_counts_as_the_plain_model_counts():
-    tokens = torch.randint(0, 256, (2, 32))
+def test_tokens_per_expert_counts_as_the_plain_model_counts(device):
+    tokens = torch.randint(0, 256, (2, 32), device=device)
     counts = []
     for model in (_model(), _convert(*BOTH)):
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         torch.manual_seed(0)
         with torch.no_grad():
             model.init_weights(buffer_device=None)
