@@ -11,7 +11,7 @@ _NO_GROUP = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def find_group(tile, group_ends_ptr, num_groups, total_tiles, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def find_group(tile, group_ends_ptr, num_groups, total_tiles, TILE, GROUPS: tl.constexpr):
     """(group, first, end, base, tiles) of the group that owns `tile`, by comparing it with all groups' last tiles.
 
     group   its number; past the last group, num_groups
@@ -20,7 +20,7 @@ def find_group(tile, group_ends_ptr, num_groups, total_tiles, TILE: tl.constexpr
     base    number of the group's first tile
     tiles   how many tiles the group has; past the last group, those that are left of total_tiles
 
-    TILE: tokens per tile.  GROUPS: power of two >= num_groups
+    TILE: tokens per tile, constant or not.  GROUPS: power of two >= num_groups
     """
     number = tl.arange(0, GROUPS)
     exists = number < num_groups
@@ -39,7 +39,7 @@ def find_group(tile, group_ends_ptr, num_groups, total_tiles, TILE: tl.constexpr
 @triton.jit
 def place_tile(
     tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups,
-    TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    TILE, GROUPS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """(group, expert, first, read_end, write_end, base, tiles) of tile number `tile` along the tokens of all experts.
 

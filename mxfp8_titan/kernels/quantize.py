@@ -8,6 +8,8 @@ out plain or in the blocked layout of their case:
     w (E, N, K)              one matrix per expert
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,51 +25,68 @@ from mxfp8_titan.format import (
     blocked_shape_t_groups,
     round_up,
 )
-from mxfp8_titan.kernels.e4m3 import to_fp32
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import check_blocks, check_choices, check_groups, check_source, on_device, register_op
-from mxfp8_titan.kernels.tile import TILE_T, offsets_along_k, offsets_along_t, store_along_k, store_along_t
+from mxfp8_titan.kernels.launch import (
+    can_load_words,
+    check_blocks,
+    check_choices,
+    check_groups,
+    check_source,
+    launch,
+    register_op,
+)
+from mxfp8_titan.kernels.tile import TILE_T, load_along_k, load_along_t, store_along_k, store_along_t, tile_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut up. Fixed per direction: nothing here depends on how many tokens there are."""
+
+    tile_k: int = 128
+    """Features per tile."""
+    vec: int = 4
+    """Features per thread, along T."""
+    band: int = 8
+    """Tiles along T that are worked on together, so that their pieces of a transposed row lie side by side."""
+    num_warps: int = 4
+    maxnreg: int | None = None
+
 
 CONFIGS = {
-    # (along K, along T): features per tile, features per thread along T, warps
-    (True, False): {"TILE_K": 128, "VEC": 4, "num_warps": 8},
-    (False, True): {"TILE_K": 128, "VEC": 4, "num_warps": 4},
-    (True, True): {"TILE_K": 128, "VEC": 4, "num_warps": 4},
+    # (along K, along T)
+    (True, False): Config(band=1, num_warps=8),
+    (False, True): Config(),
+    (True, True): Config(maxnreg=128),
 }
 
 
 @triton.jit
 def quantize_kernel(
     x_ptr, along_k_ptr, scale_k_ptr, along_t_ptr, scale_t_ptr, group_ends_ptr,
-    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, num_groups, scale_k_bytes, scale_t_bytes,
+    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, all_tiles_t, num_groups,
+    scale_k_bytes, scale_t_bytes,
     ROUNDING: tl.constexpr, ALONG_K: tl.constexpr, ALONG_T: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr,
-    TILE_K: tl.constexpr, VEC: tl.constexpr,
+    WORDS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes one tile of 128 tokens x TILE_K features; the grid is their number, features fastest.
+    """One program quantizes one tile of 128 tokens x TILE_K features; the grid is their number, see tile.tile_of.
 
     With both directions the tile is loaded twice: the two want different threads to hold an element, and the second
     load hits the L1 cache, which costs less than carrying fp32 copies in registers or through shared memory.
     Tokens outside the tile's group, and features past K, are masked here.
     """
-    pid = tl.program_id(0)
-    tile = pid // tiles_k
-    tile_k = pid % tiles_k
+    tile, tile_k = tile_of(tl.program_id(0), all_tiles_t, tiles_k, BAND)
     _, expert, first, read_end, write_end, base, tiles = place_tile(
         tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, BLOCKED
     )
     x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
     if ALONG_T:
-        t, k = offsets_along_t(tile_k, TILE_K, VEC)
-        x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
-        x = to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0))
+        x, amax = load_along_t(x_tile, stride_xt, stride_xk, read_end - first, tile_k, K, TILE_K, VEC, WORDS)
         store_along_t(
-            x, along_t_ptr, scale_t_ptr, scale_t_bytes, expert.to(tl.int64) * K, first, write_end,
+            x, amax, along_t_ptr, scale_t_ptr, scale_t_bytes, expert.to(tl.int64) * K, first, write_end,
             tile, base, tiles, tile_k, K, T_OUT, ROUNDING, BLOCKED, GROUPS, TILE_K,
         )  # fmt: skip
     if ALONG_K:
-        t, k = offsets_along_k(tile_k, TILE_K)
-        x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
-        x = to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0))
+        x = load_along_k(x_tile, stride_xt, stride_xk, read_end - first, tile_k, K, TILE_K)
         rows = tl.minimum(write_end, T) - first
         store_along_k(
             x, along_k_ptr, scale_k_ptr, scale_k_bytes, expert.to(tl.int64) * T + first, rows, tile, tile_k,
@@ -76,20 +95,20 @@ def quantize_kernel(
 
 
 def _allocate_along_k(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
-    """Empty data, of x's shape, and scales (uint8)."""
+    """Empty data, of x's shape, and scales."""
     *experts, rows, features = x.shape
     cols = features // BLOCK_SIZE
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return data, x.new_empty(_scale_shape(experts, rows, cols, scale_layout, groups, False), dtype=torch.uint8)
+    return data, x.new_empty(_scale_shape(experts, rows, cols, scale_layout, groups, False), dtype=torch.float8_e8m0fnu)
 
 
 def _allocate_along_t(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
-    """Empty data (..., features, tokens rounded up to 32) and scales (uint8)."""
+    """Empty data (..., features, tokens rounded up to 32) and scales."""
     *experts, rows, features = x.shape
     rows = round_up(rows, BLOCK_SIZE)
     data = x.new_empty((*experts, features, rows), dtype=torch.float8_e4m3fn)
     shape = _scale_shape(experts, features, rows // BLOCK_SIZE, scale_layout, groups, True)
-    return data, x.new_empty(shape, dtype=torch.uint8)
+    return data, x.new_empty(shape, dtype=torch.float8_e8m0fnu)
 
 
 def _scale_shape(
@@ -105,14 +124,14 @@ def _scale_shape(
     return (blocked_shape_k_groups if groups_split_columns else blocked_shape_t_groups)(rows, cols, groups)
 
 
-def launch(
+def quantize_into(
     x: Tensor,
     along_k: tuple[Tensor, Tensor] | None,
     along_t: tuple[Tensor, Tensor] | None,
     rounding: str,
     scale_layout: str,
     group_ends: Tensor | None,
-    config: dict[str, int] | None = None,
+    config: Config | None = None,
 ) -> None:
     """Fills (data, scale) of the directions that are not None.
 
@@ -133,19 +152,27 @@ def launch(
     rows_out = round_up(rows, BLOCK_SIZE)
     config = config or CONFIGS[along_k is not None, along_t is not None]
     tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups * blocked, GROUP_TILE)
-    tiles_k = triton.cdiv(round_up(features, GROUP_TILE) if blocked else features, config["TILE_K"])
+    tiles_k = triton.cdiv(round_up(features, GROUP_TILE) if blocked else features, config.tile_k)
     grid = experts * tiles_t * tiles_k
     if grid == 0:
         return
     data_k, scale_k = along_k or (x, x)
     data_t, scale_t = along_t or (x, x)
-    with on_device(x):
-        quantize_kernel[(grid,)](
+    launch(
+        quantize_kernel,
+        grid,
+        (
             x, data_k, scale_k, data_t, scale_t, group_ends,
             rows, rows_out, features, x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1),
-            tiles_t, tiles_k, num_groups, scale_k.numel(), scale_t.numel(),
-            rounding, along_k is not None, along_t is not None, blocked, groups, **config,
-        )  # fmt: skip
+            tiles_t, tiles_k, experts * tiles_t, num_groups, scale_k.numel(), scale_t.numel(),
+        ),
+        (
+            rounding, along_k is not None, along_t is not None, blocked, groups,
+            can_load_words(x), config.tile_k, config.vec, config.band,
+        ),
+        config.num_warps,
+        config.maxnreg,
+    )  # fmt: skip
 
 
 def quantize_along_k(
@@ -161,8 +188,8 @@ def quantize_along_k(
     """
     check_source(x, "x", (2, 3))
     out = _allocate_along_k(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
-    launch(x, out, None, rounding, scale_layout, group_ends)
-    return out[0], out[1].view(torch.float8_e8m0fnu)
+    quantize_into(x, out, None, rounding, scale_layout, group_ends)
+    return out
 
 
 def quantize_along_t(
@@ -182,8 +209,8 @@ def quantize_along_t(
     """
     check_source(x, "x", (2, 3))
     out = _allocate_along_t(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
-    launch(x, None, out, rounding, scale_layout, group_ends)
-    return out[0], out[1].view(torch.float8_e8m0fnu)
+    quantize_into(x, None, out, rounding, scale_layout, group_ends)
+    return out
 
 
 def quantize_both(
@@ -194,16 +221,14 @@ def quantize_both(
     groups = 0 if group_ends is None else group_ends.shape[0]
     along_k = _allocate_along_k(x, scale_layout, groups)
     along_t = _allocate_along_t(x, scale_layout, groups)
-    launch(x, along_k, along_t, rounding, scale_layout, group_ends)
-    e8m0 = torch.float8_e8m0fnu
-    return along_k[0], along_k[1].view(e8m0), along_t[0], along_t[1].view(e8m0)
+    quantize_into(x, along_k, along_t, rounding, scale_layout, group_ends)
+    return *along_k, *along_t
 
 
 def _fake(*allocators):
     def fake(x: Tensor, rounding: str, scale_layout: str = PLAIN, group_ends: Tensor | None = None):
         groups = 0 if group_ends is None else group_ends.shape[0]
-        outs = [allocate(x, scale_layout, groups) for allocate in allocators]
-        return tuple(t for data, scale in outs for t in (data, scale.view(torch.float8_e8m0fnu)))
+        return tuple(out for allocate in allocators for out in allocate(x, scale_layout, groups))
 
     return fake
 

@@ -10,44 +10,58 @@ import triton.language as tl
 from torch import Tensor
 
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED, GROUP_TILE, PLAIN, blocked_shape
-from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, magnitude_bits, to_e4m3, to_fp32
-from mxfp8_titan.kernels.launch import check_blocks, check_choices, check_source, on_device, register_op
-from mxfp8_titan.kernels.tile import BLOCK, BLOCKS_T, TILE_T, offsets_along_t, store_blocked, store_transposed
+from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, to_e4m3
+from mxfp8_titan.kernels.launch import can_load_words, check_blocks, check_choices, check_source, launch, register_op
+from mxfp8_titan.kernels.tile import (
+    BLOCK,
+    BLOCKS_T,
+    TILE_T,
+    cast_along_t,
+    load_along_k,
+    load_along_t,
+    offsets_along_k,
+    store_blocked,
+    store_transposed,
+    tile_of,
+)
 
-CONFIG = {"VEC": 4, "num_warps": 4}
-"""Features per thread, warps, for a tile of 128 x 128."""
+VEC, BAND, NUM_WARPS = 4, 8, 4
+"""Features per thread, tiles along N that are worked on together, warps, for a tile of 128 x 128."""
 
 
 @triton.jit
 def quantize_32x32_kernel(
-    w_ptr, along_k_ptr, along_n_ptr, scale_k_ptr, scale_n_ptr, N, K, stride_we, stride_wn, stride_wk, tiles_n, tiles_k,
-    ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, VEC: tl.constexpr,
+    w_ptr, along_k_ptr, along_n_ptr, scale_k_ptr, scale_n_ptr,
+    N, K, stride_we, stride_wn, stride_wk, tiles_n, tiles_k, all_tiles_n,
+    ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, WORDS: tl.constexpr, VEC: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes one 128 x 128 tile of an expert; the grid is their number, features fastest.
+    """One program quantizes one 128 x 128 tile of an expert; the grid is their number, in the order of tile.tile_of.
 
-    Elements are the same in both layouts, so the tile is rounded once: the maximum of a square is taken along N
-    inside threads, then along K over 32 / VEC lanes. Edges are masked here.
+    The maximum of a square is taken along N inside threads, then along K over 32 / VEC lanes. The tile is loaded
+    again, from the L1 cache, for the layout along K: see kernels.quantize. Edges are masked here.
     """
     BLOCKS_K: tl.constexpr = TILE_T // BLOCK
-    pid = tl.program_id(0)
-    tile_k = pid % tiles_k
-    tile = pid // tiles_k
+    tile, tile_k = tile_of(tl.program_id(0), all_tiles_n, tiles_k, BAND)
     expert = (tile // tiles_n).to(tl.int64)
     tile_n = tile % tiles_n
     first = tile_n * TILE_T
-    n, k = offsets_along_t(tile_k, TILE_T, VEC)
-    inside = (n < N - first) & (k < K)
+    rows = N - first
     w_tile = w_ptr + expert * stride_we + first.to(tl.int64) * stride_wn
-    w = to_fp32(tl.load(w_tile + n.to(tl.int64) * stride_wn + k.to(tl.int64) * stride_wk, mask=inside, other=0.0))
 
-    along_n = tl.max(tl.max(magnitude_bits(w), 2), 2)
-    squares = tl.reshape(tl.permute(along_n, (1, 0)), [BLOCKS_T, BLOCKS_K, BLOCK // VEC])
-    byte = e8m0_from_bits(tl.max(squares, 2), ROUNDING)
-    inv = tl.broadcast_to(inv_scale_from_e8m0(byte)[:, :, None], [BLOCKS_T, BLOCKS_K, BLOCK // VEC])
-    inv = tl.permute(tl.reshape(inv, [BLOCKS_T, TILE_T // VEC]), (1, 0))
-    y = to_e4m3(w * inv[:, :, None, None])
-    tl.store(along_k_ptr + (expert * N + first) * K + n.to(tl.int64) * K + k, y, mask=inside)
+    w, amax = load_along_t(w_tile, stride_wn, stride_wk, rows, tile_k, K, TILE_T, VEC, WORDS)
+    lanes = tl.permute(tl.max(amax, 2), (1, 0))
+    byte = e8m0_from_bits(tl.max(tl.reshape(lanes, [BLOCKS_T, BLOCKS_K, BLOCK // VEC]), 2), ROUNDING)
+    inv_scale = inv_scale_from_e8m0(byte)
+    per_lane = tl.broadcast_to(inv_scale[:, :, None], [BLOCKS_T, BLOCKS_K, BLOCK // VEC])
+    per_lane = tl.permute(tl.reshape(per_lane, [BLOCKS_T, TILE_T // VEC]), (1, 0))
+    y = cast_along_t(w * per_lane[:, :, None, None])
     store_transposed(y, along_n_ptr, expert * K, first, N, tile_k, K, N, TILE_T)
+
+    w = load_along_k(w_tile, stride_wn, stride_wk, rows, tile_k, K, TILE_T)
+    y = tl.reshape(w, [BLOCKS_T, BLOCK, BLOCKS_K, BLOCK]) * inv_scale[:, None, :, None]
+    n, k = offsets_along_k(tile_k, TILE_T)
+    out = along_k_ptr + (expert * N + first) * K + n.to(tl.int64) * K + k
+    tl.store(out, tl.reshape(to_e4m3(y), [TILE_T, TILE_T]), mask=(n < rows) & (k < K))
 
     if BLOCKED:
         # Rows 32 b + i of the tile share square row b: the tile (32, 4, 4) of bytes repeats along i.
@@ -64,7 +78,7 @@ def quantize_32x32_kernel(
 
 
 def _allocate(w: Tensor, rounding: str, scale_layout: str = PLAIN) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty along_k, along_n, scale_k, scale_n (uint8); plain scales exist once, so scale_n is empty then."""
+    """Empty along_k, along_n, scale_k, scale_n; plain scales exist once, so scale_n is empty then."""
     *experts, rows, features = w.shape
     along_k = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
     along_n = w.new_empty((*experts, features, rows), dtype=torch.float8_e4m3fn)
@@ -75,8 +89,7 @@ def _allocate(w: Tensor, rounding: str, scale_layout: str = PLAIN) -> tuple[Tens
         shapes = blocked_shape(rows, k_blocks), blocked_shape(features, n_blocks)
         if experts:
             shapes = tuple((*experts, height * width) for height, width in shapes)
-    scales = (w.new_empty(shape, dtype=torch.uint8) for shape in shapes)
-    return along_k, along_n, *(scale.view(torch.float8_e8m0fnu) for scale in scales)
+    return along_k, along_n, *(w.new_empty(shape, dtype=torch.float8_e8m0fnu) for shape in shapes)
 
 
 def quantize_32x32_both(w: Tensor, rounding: str, scale_layout: str = PLAIN) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,12 +112,16 @@ def quantize_32x32_both(w: Tensor, rounding: str, scale_layout: str = PLAIN) -> 
     experts = w.shape[0] if w.ndim == 3 else 1
     tiles_n, tiles_k = triton.cdiv(rows, GROUP_TILE), triton.cdiv(features, GROUP_TILE)
     along_k, along_n, scale_k, scale_n = out
-    with on_device(w):
-        quantize_32x32_kernel[(experts * tiles_n * tiles_k,)](
-            w, along_k, along_n, scale_k.view(torch.uint8), scale_n.view(torch.uint8),
-            rows, features, w.stride(0) if w.ndim == 3 else 0, w.stride(-2), w.stride(-1), tiles_n, tiles_k,
-            rounding, scale_layout == BLOCKED, **CONFIG,
-        )  # fmt: skip
+    launch(
+        quantize_32x32_kernel,
+        experts * tiles_n * tiles_k,
+        (
+            w, along_k, along_n, scale_k, scale_n, rows, features,
+            w.stride(0) if w.ndim == 3 else 0, w.stride(-2), w.stride(-1), tiles_n, tiles_k, experts * tiles_n,
+        ),
+        (rounding, scale_layout == BLOCKED, can_load_words(w), VEC, BAND),
+        NUM_WARPS,
+    )  # fmt: skip
     return out
 
 

@@ -19,69 +19,116 @@ from mxfp8_titan.kernels.e4m3 import (
     to_fp32,
 )
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, on_device, register_op
+from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, launch, register_op
 
 MAX_K = 32768
 """Longest row: 1024 threads hold 32 elements each."""
 
-ROWS_WITH_AMAX = 16
-"""Rows of one program that gathers column maxima: 1 atomic for 16 elements, and 1024 programs for 16384 rows."""
+ELEMENTS_PER_WARP = 1024
+"""Elements of a row per warp, 32 per thread."""
 
-STAGES_WITH_AMAX = 3
+AMAX_PROGRAMS = 264
+"""Programs that gather column maxima, two on each of 132 multiprocessors: each merges its maxima once, and atomics on
+32-bit words, of which one H200 does about 100 per nanosecond, are the cost of gathering."""
+
+MIN_AMAX_ROWS = 16
+"""Fewest rows of such a program."""
+
+AMAX_STAGES = 3
 """Rows of such a program that are on their way at once."""
 
 
 @triton.jit
 def aligned_along_k_kernel(
     x_ptr, data_ptr, scale_ptr, amax_ptr, group_ends_ptr,
-    T, K, stride_xe, stride_xt, stride_xk, tiles_t, num_groups,
-    ROUNDING: tl.constexpr, WITH_AMAX: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    T, K, stride_xe, stride_xt, stride_xk, rows_per_program, programs, num_groups,
+    ROUNDING: tl.constexpr, WITH_AMAX: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes ROWS consecutive rows of a group; the grid is the number of such pieces.
+    """One program quantizes rows_per_program consecutive rows of a group; `programs` of them cover an expert.
 
-    With column maxima, the rows come through shared memory, STAGES deep, while the maxima stay in registers; they go
-    to memory once, by atomic maximum, which any order of programs leaves the same. Rows past the last group are not
-    read. Features past K are masked here.
+    A row is held as HEAD and TAIL elements, both powers of two. With column maxima, rows come through shared memory,
+    STAGES deep, while the maxima stay in registers; they go to memory once, by atomic maximum, which any order of
+    programs leaves the same. Rows past the last group are not read. Features past K are masked here.
     """
     group, expert, first, read_end, write_end, _, _ = place_tile(
-        tl.program_id(0), tiles_t, T, T, group_ends_ptr, num_groups, ROWS, GROUPS, WITH_AMAX
+        tl.program_id(0), programs, T, T, group_ends_ptr, num_groups, rows_per_program, GROUPS, WITH_AMAX
     )
-    k = tl.arange(0, BLOCK_K)
     x_ptr += expert.to(tl.int64) * stride_xe
     row0 = expert.to(tl.int64) * T
     if WITH_AMAX:
-        column = tl.zeros([BLOCK_K], tl.int32)
-        for row in tl.range(first, tl.minimum(first + ROWS, write_end), num_stages=STAGES):
-            bits = _quantize_row(x_ptr, data_ptr, scale_ptr, row0, row, k, read_end, K, stride_xt, stride_xk, ROUNDING)
-            column = tl.maximum(column, bits)
+        head_max = tl.zeros([HEAD], tl.int32)
+        tail_max = tl.zeros([max(TAIL, 1)], tl.int32)
+        for row in tl.range(first, tl.minimum(first + rows_per_program, write_end), num_stages=STAGES):
+            head, tail = _quantize_row(
+                x_ptr, data_ptr, scale_ptr, row0, row, read_end, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL
+            )
+            head_max = tl.maximum(head_max, head)
+            if TAIL > 0:
+                tail_max = tl.maximum(tail_max, tail)
         if first < read_end:
-            tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, column, mask=k < K, sem="relaxed")
+            _merge_columns(amax_ptr, group, head_max, 0, K, HEAD)
+            if TAIL > 0:
+                _merge_columns(amax_ptr, group, tail_max, HEAD, K, TAIL)
     else:
-        _quantize_row(x_ptr, data_ptr, scale_ptr, row0, first, k, read_end, K, stride_xt, stride_xk, ROUNDING)
+        _quantize_row(x_ptr, data_ptr, scale_ptr, row0, first, read_end, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL)
 
 
 @triton.jit
 def _quantize_row(
-    x_ptr, data_ptr, scale_ptr, row0, row, k, read_end, K, stride_xt, stride_xk, ROUNDING: tl.constexpr
+    x_ptr, data_ptr, scale_ptr, row0, row, read_end, K, stride_xt, stride_xk,
+    ROUNDING: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes one row of an expert whose first row is number row0 in data; returns the bits of its magnitudes."""
-    x_ptrs = x_ptr + tl.cast(row, tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
-    x = to_fp32(tl.load(x_ptrs, mask=(k < K) & (row < read_end), other=0.0))
-    bits = magnitude_bits(x)
-    byte = e8m0_from_bits(tl.max(bits, 0), ROUNDING)
-    tl.store(data_ptr + (row0 + row) * K + k, to_e4m3(x * inv_scale_from_e8m0(byte)), mask=k < K)
+    """Quantizes one row of an expert whose first row is number row0 in data.
+
+    returns the bits of its magnitudes, int32 (HEAD,) and (TAIL,), the second made up when TAIL is 0
+    """
+    x_ptr += tl.cast(row, tl.int64) * stride_xt
+    out_ptr = data_ptr + (row0 + row) * K
+    head = _load_part(x_ptr, row < read_end, 0, K, stride_xk, HEAD)
+    head_bits = magnitude_bits(head)
+    tail_bits = tl.zeros([1], tl.int32)
+    amax = tl.max(head_bits, 0)
+    if TAIL > 0:
+        tail = _load_part(x_ptr, row < read_end, HEAD, K, stride_xk, TAIL)
+        tail_bits = magnitude_bits(tail)
+        amax = tl.maximum(amax, tl.max(tail_bits, 0))
+    byte = e8m0_from_bits(amax, ROUNDING)
+    inv_scale = inv_scale_from_e8m0(byte)
+    k = tl.arange(0, HEAD)
+    tl.store(out_ptr + k, to_e4m3(head * inv_scale), mask=k < K)
+    if TAIL > 0:
+        k = HEAD + tl.arange(0, TAIL)
+        tl.store(out_ptr + k, to_e4m3(tail * inv_scale), mask=k < K)
     tl.store(scale_ptr + row0 + row, scale_from_e8m0(byte))
-    return bits
+    return head_bits, tail_bits
+
+
+@triton.jit
+def _load_part(x_ptr, readable, start, K, stride_xk, SIZE: tl.constexpr):
+    """SIZE elements of a row, fp32, from `start` on; zero past K."""
+    k = start + tl.arange(0, SIZE)
+    return to_fp32(tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=(k < K) & readable, other=0.0))
+
+
+@triton.jit
+def _merge_columns(amax_ptr, group, columns, start, K, SIZE: tl.constexpr):
+    """Raises a group's maxima from column `start` on to `columns`; the same result in any order."""
+    k = start + tl.arange(0, SIZE)
+    tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, columns, mask=k < K, sem="relaxed")
+
+
+def row_parts(features: int) -> tuple[int, int]:
+    """(head, tail): powers of two, or a tail of 0, that hold a row with few lanes left over. 5120 is 4096 + 1024."""
+    whole = max(triton.next_power_of_2(features), 128)
+    half = whole // 2
+    rest = max(triton.next_power_of_2(features - half), 128)
+    return (half, rest) if rest < half else (whole, 0)
 
 
 def groups_of(x: Tensor, group_ends: Tensor | None) -> int:
     if group_ends is not None:
         return group_ends.shape[0]
-    return x.shape[0] if x.ndim == 3 else 1
-
-
-def _experts(x: Tensor) -> int:
     return x.shape[0] if x.ndim == 3 else 1
 
 
@@ -109,17 +156,24 @@ def _launch_along_k(x: Tensor, rounding: str, group_ends: Tensor | None, amax: T
     data, scale = _allocate_along_k(x)
     if data.numel() == 0:
         return data, scale.fill_(2.0**-127)
-    block_k = max(triton.next_power_of_2(features), 128)
-    rows_per_program = 1 if amax is None else ROWS_WITH_AMAX
-    padding = 0 if amax is None else num_groups
-    tiles_t = triton.cdiv(x.shape[-2], rows_per_program) + padding
-    with on_device(x):
-        aligned_along_k_kernel[(_experts(x) * tiles_t,)](
+    rows = x.shape[-2]
+    head, tail = row_parts(features)
+    if amax is None:
+        rows_per_program, programs = 1, rows
+    else:
+        share = max(AMAX_PROGRAMS - num_groups, AMAX_PROGRAMS // 4)
+        rows_per_program = min(max(triton.cdiv(scale.numel(), share), MIN_AMAX_ROWS), rows)
+        programs = triton.cdiv(rows, rows_per_program) + num_groups
+    launch(
+        aligned_along_k_kernel,
+        (x.shape[0] if x.ndim == 3 else 1) * programs,
+        (
             x, data, scale, amax if amax is None else amax.view(torch.int32), group_ends,
-            x.shape[-2], features, *strides(x), tiles_t, num_groups,
-            rounding, amax is not None, groups, rows_per_program, block_k, STAGES_WITH_AMAX,
-            num_warps=min(max(block_k // 1024, 1), 32),
-        )  # fmt: skip
+            rows, features, *strides(x), rows_per_program, programs, num_groups,
+        ),
+        (rounding, amax is not None, groups, head, tail, AMAX_STAGES),
+        min(max((head + tail) // ELEMENTS_PER_WARP, 1), 32),
+    )  # fmt: skip
     return data, scale
 
 

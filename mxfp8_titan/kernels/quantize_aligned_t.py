@@ -21,12 +21,12 @@ from mxfp8_titan.kernels.e4m3 import (
     to_fp32,
 )
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import check_groups, check_source, on_device, register_op
+from mxfp8_titan.kernels.launch import check_groups, check_source, launch, register_op
 from mxfp8_titan.kernels.quantize_aligned import OPTIONAL_GROUPS, check_args, groups_of, strides
-from mxfp8_titan.kernels.tile import TILE_T, offsets_along_t, store_transposed
+from mxfp8_titan.kernels.tile import TILE_T, offsets_along_t, store_transposed, tile_of
 
-TILE_CONFIG = {"TILE_K": 128, "VEC": 4, "num_warps": 4}
-"""Features per tile, features per thread, warps."""
+TILE_K, VEC, BAND, NUM_WARPS = 128, 4, 8, 4
+"""Features per tile, features per thread, tiles along T that are worked on together, warps."""
 
 
 @triton.jit
@@ -55,8 +55,9 @@ def aligned_along_t_kernel(
     x_ptr, row_scale_ptr, amax_ptr, data_ptr, scale_ptr, group_ends_ptr,
     T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, tiles, num_groups, all_groups,
     ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and transposes one tile of 128 tokens x TILE_K features, features fastest in the grid.
+    """One program scales and transposes one tile of 128 tokens x TILE_K features, in the order of tile.tile_of.
 
     FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come those that write scales,
     TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
@@ -66,9 +67,10 @@ def aligned_along_t_kernel(
         group = ((pid - tiles) // tiles_k).to(tl.int64)
         _store_scales(amax_ptr, scale_ptr, group, (pid - tiles) % tiles_k, K, ROUNDING, TILE_K)
     else:
+        tile, tile_k = tile_of(pid, tiles // tiles_k, tiles_k, BAND)
         _encode_tile(
             x_ptr, row_scale_ptr, amax_ptr, data_ptr, group_ends_ptr,
-            T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, pid // tiles_k, pid % tiles_k, num_groups,
+            T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tile, tile_k, num_groups,
             all_groups, ROUNDING, FROM_FP8, GROUPS, TILE_K, VEC,
         )  # fmt: skip
 
@@ -109,11 +111,11 @@ def _allocate(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=torch.float8_e4m3fn), scale
 
 
-def _grid(x: Tensor, num_groups: int, config: dict[str, int]) -> tuple[int, int, int, int]:
+def _grid(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
     """(tiles along T of one expert, tiles along K, tiles in all, T rounded up to 32)."""
     rows_out = round_up(x.shape[-2], BLOCK_SIZE)
     tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups, GROUP_TILE)
-    tiles_k = triton.cdiv(x.shape[-1], config["TILE_K"])
+    tiles_k = triton.cdiv(x.shape[-1], TILE_K)
     return tiles_t, tiles_k, (x.shape[0] if x.ndim == 3 else 1) * tiles_t * tiles_k, rows_out
 
 
@@ -125,13 +127,18 @@ def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
     check_source(x, "x", (2, 3))
     num_groups, groups = check_groups(group_ends, x, x.shape[-2])
     amax = x.new_zeros((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
-    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups, TILE_CONFIG)
+    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups)
     if x.numel():
-        with on_device(x):
-            column_amax_kernel[(tiles,)](
-                x, amax.view(torch.int32), group_ends, x.shape[-2], rows_out, x.shape[-1], *strides(x),
-                tiles_t, tiles_k, num_groups, groups, **TILE_CONFIG,
-            )  # fmt: skip
+        launch(
+            column_amax_kernel,
+            tiles,
+            (
+                x, amax.view(torch.int32), group_ends,
+                x.shape[-2], rows_out, x.shape[-1], *strides(x), tiles_t, tiles_k, num_groups,
+            ),
+            (groups, TILE_K, VEC),
+            NUM_WARPS,
+        )  # fmt: skip
     return amax
 
 
@@ -140,15 +147,19 @@ def _launch_along_t(
 ) -> tuple[Tensor, Tensor]:
     num_groups, groups = check_args(x, rounding, group_ends, BLOCK_SIZE)
     data, scale = _allocate(x, group_ends)
-    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups, TILE_CONFIG)
+    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups)
     grid = tiles + scale.shape[0] * tiles_k
     if grid:
-        with on_device(x):
-            aligned_along_t_kernel[(grid,)](
-                x, row_scale, amax, data, scale, group_ends,
-                x.shape[-2], rows_out, x.shape[-1], *strides(x), tiles_t, tiles_k, tiles, num_groups, scale.shape[0],
-                rounding, row_scale is not None, groups, **TILE_CONFIG,
-            )  # fmt: skip
+        launch(
+            aligned_along_t_kernel,
+            grid,
+            (
+                x, row_scale, amax, data, scale, group_ends, x.shape[-2], rows_out, x.shape[-1], *strides(x),
+                tiles_t, tiles_k, tiles, num_groups, scale.shape[0],
+            ),
+            (rounding, row_scale is not None, groups, TILE_K, VEC, BAND),
+            NUM_WARPS,
+        )  # fmt: skip
     return data, scale
 
 

@@ -25,13 +25,15 @@ from mxfp8_titan.format import (
     blocked_shape_t_groups,
 )
 from mxfp8_titan.kernels.groups import find_group
-from mxfp8_titan.kernels.launch import check_groups, on_device, register_op
+from mxfp8_titan.kernels.launch import check_groups, launch, register_op
 
 _MATRIX, _T_GROUPS, _K_GROUPS = range(3)
 MATRIX, T_GROUPS, K_GROUPS = tl.constexpr(_MATRIX), tl.constexpr(_T_GROUPS), tl.constexpr(_K_GROUPS)
 
 NARROW, WIDE = 8, 32
 """Tiles side by side that one program fills: 32 or 128 columns."""
+
+NARROW_WARPS, WIDE_WARPS = 4, 8
 
 WIDE_FROM = 16384
 """Tiles in all from which programs are wide: eight megabytes, enough for 4 wide programs on each of 132 SMs."""
@@ -203,12 +205,16 @@ def _launch(
     contiguous, other = (cols, stride[1]) if row_major else (rows, stride[2])
     # Row starts of token groups are known on the device only; along contiguous columns they must be multiples of 4.
     words = (contiguous | other | stride[0] | scale.storage_offset()) % 4 == 0 and (row_major or case != _T_GROUPS)
-    with on_device(scale):
-        swizzle_kernel[(grid,)](
-            scale.view(torch.uint8), out.view(-1).view(torch.int32), group_ends,
-            rows, cols, *stride, row_tiles, col_tiles, chunks, programs_per_row, num_groups, out.numel() // 4,
-            case, groups, row_major, words, tiles, num_warps=4 if tiles == NARROW else 8,
-        )  # fmt: skip
+    launch(
+        swizzle_kernel,
+        grid,
+        (
+            scale.view(torch.uint8), out.view(-1).view(torch.int32), group_ends, rows, cols, *stride,
+            row_tiles, col_tiles, chunks, programs_per_row, num_groups, out.numel() // 4,
+        ),
+        (case, groups, row_major, words, tiles),
+        NARROW_WARPS if tiles == NARROW else WIDE_WARPS,
+    )  # fmt: skip
     return out
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxfp8_titan.format import BLOCK_SIZE, SCALE_TILE_ROWS
-from mxfp8_titan.kernels.launch import check_groups, on_device
+from mxfp8_titan.kernels.launch import check_groups, launch
 from mxfp8_titan.kernels.scale_swizzle import _K_GROUPS, _MATRIX, _T_GROUPS, K_GROUPS, T_GROUPS
 
 BLOCK_C = 32
@@ -79,11 +79,16 @@ def _launch(blocked: Tensor, shape: tuple[int, ...], group_ends: Tensor | None, 
     row_tiles, col_blocks = triton.cdiv(rows, SCALE_TILE_ROWS), triton.cdiv(cols, BLOCK_C)
     grid = (shape[0] if len(shape) == 3 else 1) * row_tiles * col_blocks
     if grid:
-        with on_device(blocked):
-            unswizzle_kernel[(grid,)](
-                blocked.view(torch.uint8), out.view(torch.uint8), group_ends,
-                rows, cols, row_tiles, col_blocks, num_groups, case, groups, BLOCK_C,
-            )  # fmt: skip
+        launch(
+            unswizzle_kernel,
+            grid,
+            (
+                blocked.view(torch.uint8), out.view(torch.uint8), group_ends, rows, cols, row_tiles, col_blocks,
+                num_groups,
+            ),
+            (case, groups, BLOCK_C),
+            4,
+        )  # fmt: skip
     return out
 
 

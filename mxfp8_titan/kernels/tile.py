@@ -21,7 +21,15 @@ from mxfp8_titan.format import BLOCK_SIZE as _BLOCK_SIZE
 from mxfp8_titan.format import GROUP_TILE as _GROUP_TILE
 from mxfp8_titan.format import SCALE_TILE_BYTES as _SCALE_TILE_BYTES
 from mxfp8_titan.format import SCALE_TILE_ROWS as _SCALE_TILE_ROWS
-from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, magnitude_bits, to_e4m3
+from mxfp8_titan.kernels.e4m3 import (
+    e8m0_from_bits,
+    inv_scale_from_e8m0,
+    magnitude_bits,
+    max_of_pairs,
+    pair_to_fp32,
+    to_e4m3,
+    to_fp32,
+)
 
 BLOCK = tl.constexpr(_BLOCK_SIZE)
 TILE_T = tl.constexpr(_GROUP_TILE)
@@ -29,6 +37,19 @@ BLOCKS_T = tl.constexpr(_GROUP_TILE // _BLOCK_SIZE)
 
 _SCALE_TILE = tl.constexpr(_SCALE_TILE_BYTES)
 _SCALE_ROWS = tl.constexpr(_SCALE_TILE_ROWS)
+
+
+@triton.jit
+def tile_of(pid, tiles_t, tiles_k, BAND: tl.constexpr):
+    """(tile along T, tile along K) of program pid: bands of BAND tiles along T, in each of them T fastest.
+
+    Programs that run at the same time then write BAND neighbouring pieces of 128 bytes of a transposed row, and still
+    read whole stretches of the rows of x.
+    """
+    band = pid // (BAND * tiles_k)
+    height = tl.minimum(tiles_t - band * BAND, BAND)
+    inside = pid - band * (BAND * tiles_k)
+    return band * BAND + inside % height, inside // height
 
 
 @triton.jit
@@ -46,11 +67,65 @@ def offsets_along_t(tile_k, TILE_K: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def load_along_k(x_ptr, stride_t, stride_k, rows, tile_k, K, TILE_K: tl.constexpr):
+    """x (128, TILE_K) fp32, zero past `rows` and K."""
+    t, k = offsets_along_k(tile_k, TILE_K)
+    x_ptrs = x_ptr + t.to(tl.int64) * stride_t + k.to(tl.int64) * stride_k
+    return to_fp32(tl.load(x_ptrs, mask=(t < rows) & (k < K), other=0.0))
+
+
+@triton.jit
+def load_along_t(
+    x_ptr, stride_t, stride_k, rows, tile_k, K, TILE_K: tl.constexpr, VEC: tl.constexpr, WORDS: tl.constexpr
+):
+    """x (TILE_K / VEC, 4, 32, VEC) fp32, zero past `rows` and K, and its blocks' maxima as bits (TILE_K / VEC, 4, VEC).
+
+    WORDS: load bf16 in 32-bit words, two neighbours each; see launch.can_load_words
+    """
+    if WORDS:
+        t, word = offsets_along_t(tile_k, TILE_K // 2, VEC // 2)
+        words = _load_words(x_ptr, stride_t, t, word, rows, K)
+        low, high = max_of_pairs(words, 2)
+        shape: tl.constexpr = [TILE_K // VEC, BLOCKS_T, VEC]
+        return tl.reshape(pair_to_fp32(words), [TILE_K // VEC, BLOCKS_T, BLOCK, VEC]), tl.reshape(
+            tl.join(low, high), shape
+        )
+    else:  # noqa: RET505 - one branch is compiled
+        t, k = offsets_along_t(tile_k, TILE_K, VEC)
+        x_ptrs = x_ptr + t.to(tl.int64) * stride_t + k.to(tl.int64) * stride_k
+        x = to_fp32(tl.load(x_ptrs, mask=(t < rows) & (k < K), other=0.0))
+        return x, tl.max(magnitude_bits(x), 2)
+
+
+@triton.jit
+def _load_words(x_ptr, stride_t, t, word, rows, K):
+    """Words number `word` of rows t. The sizes, multiples of 16 here, are halved so that the compiler knows as much."""
+    words = x_ptr.to(tl.pointer_type(tl.int32)) + t * (stride_t // 16 * 8) + word
+    return tl.load(words, mask=(t < rows) & (word < K // 16 * 8), other=0)
+
+
+@triton.jit
+def cast_along_t(y):
+    """y (TILE_K / VEC, 4, 32, VEC) as E4M3, the elements of one feature cast together.
+
+    The hardware casts two numbers at once into neighbouring bytes. Split by feature first, those are two tokens of
+    one feature, as the transposed row wants them; otherwise bytes would have to be sorted afterwards.
+    """
+    VEC: tl.constexpr = y.shape[3]
+    if VEC == 1:
+        return to_e4m3(y)
+    else:  # noqa: RET505 - one branch is compiled
+        shape: tl.constexpr = [y.shape[0], y.shape[1], y.shape[2], VEC // 2, 2]
+        even, odd = tl.split(tl.reshape(y, shape))
+        return tl.reshape(tl.join(cast_along_t(even), cast_along_t(odd)), y.shape)
+
+
+@triton.jit
 def store_along_k(
     x, data_ptr, scale_ptr, scale_bytes, row0, rows, tile, tile_k, K,
     ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes x (128, TILE_K) fp32 in blocks along K; stores data and scales of its first `rows` rows.
+    """Quantizes what `load_along_k` returned in blocks along K; stores data and scales of its first `rows` rows.
 
     row0: int64, number of the tile's first row in data (all rows, K) and in plain scales (all rows, K / 32)
     """
@@ -77,15 +152,15 @@ def store_along_k(
 
 @triton.jit
 def store_along_t(
-    x, data_ptr, scale_ptr, scale_bytes, feature0, first, write_end, tile, base, tiles, tile_k, K, T_OUT,
+    x, amax, data_ptr, scale_ptr, scale_bytes, feature0, first, write_end, tile, base, tiles, tile_k, K, T_OUT,
     ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes x (TILE_K / VEC, 4, 32, VEC) fp32 in blocks along T; stores data (features, T_OUT) and scales.
+    """Quantizes what `load_along_t` returned in blocks along T; stores data (features, T_OUT) and scales.
 
     feature0: int64, the features of earlier experts
     """
-    byte = e8m0_from_bits(tl.max(magnitude_bits(x), 2), ROUNDING)
-    y = to_e4m3(x * inv_scale_from_e8m0(byte)[:, :, None, :])
+    byte = e8m0_from_bits(amax, ROUNDING)
+    y = cast_along_t(x * inv_scale_from_e8m0(byte)[:, :, None, :])
     store_transposed(y, data_ptr, feature0, first, write_end, tile_k, K, T_OUT, TILE_K)
     byte = tl.permute(byte, (0, 2, 1))
     if BLOCKED:

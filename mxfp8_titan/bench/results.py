@@ -1,0 +1,71 @@
+"""Rows of docs/benchmarks/*.json: measured values under the ids that the project's targets use."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `target` as text, since some are upper and some lower bounds."""
+
+    id: str
+    value: float
+    unit: str
+    target: str
+    detail: str
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or "not installed"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def environment(commit: str | None = None) -> dict[str, str]:
+    """What every table must say about where it was measured.
+
+    commit: for a copy of the tree without its history
+    """
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    if commit is None:
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "torchtitan": version("torchtitan"),
+        "torchao": version("torchao"),
+        "commit": commit,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+def write(path: Path, env: dict[str, str], rows: list[Row]) -> None:
+    """Writes one results file, the environment and then the rows."""
+    path.write_text(json.dumps(env | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def print_table(columns: list[str], rows: list[tuple]) -> None:
+    """A plain table, numbers to the right."""
+    cells = [[f"{c:.2f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
+    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
+    for line in [columns, *cells]:
+        print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))))
