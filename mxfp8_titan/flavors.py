@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from torchtitan.models.llama4 import llama4_args
 
+from mxfp8_titan.local_text import VOCAB_SIZE
+
 SCOUT = "17bx16e"
 LAYER_COUNTS = (1, 2, 4)
-VOCAB_SIZE = 2048
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ E4M3_MAX = 448.0
 E4M3_MAX_EXPONENT = 8
 """Exponent of the largest finite E4M3 magnitude."""
 
-E4M3_MAX_MANTISSA_BITS = 0x600000
+FP32_MANTISSA_OF_448 = 0x600000
 """Mantissa field of 448.0 as fp32: an amax with a larger one does not fit below 448 * 2**k."""
 
 E4M3_NAN_BYTE = 0x7F

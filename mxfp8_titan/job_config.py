@@ -8,7 +8,7 @@ it would leave the TOML table a raw dict and accept typos.
 """
 
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mxfp8_titan.format import FLOOR, RCEIL
@@ -27,18 +27,21 @@ class Recipe:
     name: str
     rounding: str
     """FLOOR or RCEIL: how a block's scale is taken from its largest element."""
-    align_exponents: bool = False
-    """Whether the blocks of a row share the largest scale, so that FP8 tensor cores can multiply them."""
+    capabilities: tuple[tuple[int, int], ...] = ()
+    """Exact CUDA compute capabilities it needs; empty: runs on any device. A set and not a minimum: sm120 is newer
+    than sm100 but lacks its block-scaled tensor cores."""
     wgrad_in_mxfp8: bool = True
     """Whether dw is an MXFP8 product; otherwise bf16."""
 
 
+_SM90, _SM100, _SM103 = (9, 0), (10, 0), (10, 3)
+
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("mxfp8_cublas", FLOOR),
-        Recipe("mxfp8_cublas_rceil", RCEIL),
-        Recipe("mxfp8_hopper", RCEIL, align_exponents=True),
+        Recipe("mxfp8_cublas", FLOOR, (_SM100, _SM103)),
+        Recipe("mxfp8_cublas_rceil", RCEIL, (_SM100, _SM103)),
+        Recipe("mxfp8_hopper", RCEIL, (_SM90,)),
         Recipe("mxfp8_emulated", FLOOR),
         Recipe("mxfp8_emulated_rceil", RCEIL),
     )
@@ -95,6 +98,8 @@ class MX:
 
 @dataclass
 class Experimental:
+    """torchtitan's section of this name, with another default."""
+
     custom_import: str = "mxfp8_titan.plugin"
     """Module imported before training; the default registers the mx converter, the local_text dataset and the Scout
     flavors. A module of your own has to import mxfp8_titan.plugin itself."""
@@ -102,6 +107,8 @@ class Experimental:
 
 @dataclass
 class JobConfig:
+    """What torchtitan merges into its own JobConfig."""
+
     mx: MX = field(default_factory=MX)
     experimental: Experimental = field(default_factory=Experimental)
 
@@ -132,5 +139,4 @@ def _split_entries(name: str, value: object) -> list[str]:
 
 def recipe_from(mx: MX, name: str) -> Recipe:
     """The Recipe called `name`, with the [mx] section's choice of weight-gradient precision."""
-    recipe = RECIPES[name]
-    return Recipe(**{f.name: getattr(recipe, f.name) for f in fields(recipe)} | {"wgrad_in_mxfp8": mx.wgrad == "mxfp8"})
+    return replace(RECIPES[name], wgrad_in_mxfp8=mx.wgrad == "mxfp8")

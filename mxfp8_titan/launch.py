@@ -4,6 +4,7 @@ Everything is set by environment variables (`USAGE` lists them), as torchtitan's
 """
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,9 @@ from mxfp8_titan.report.draw import draw_run
 from mxfp8_titan.report.run_log import closing_lines, first_non_finite, read_steps
 
 ROOT = Path(__file__).resolve().parents[1]
+
+_ERROR = re.compile(r"^(\[rank\d+\]:)?(error( \(rank \d+\))?|[\w.]*Error): ")
+"""A refusal of this project, or the last line of a traceback."""
 
 USAGE = """usage: [VARIABLE=value ...] ./llama4.sh [torchtitan flags]
 
@@ -36,14 +40,14 @@ Trains Llama4 with torchtitan and prints median tokens/second and peak memory at
 """
 
 MXFP8_EVERYWHERE = ("--model.converters=mx", "--mx.moe_fqns_prototype=experts")
-HOOKS = (
-    "--job.custom_config_module=mxfp8_titan.job_config",
-    "--experimental.custom_import=mxfp8_titan.plugin",
-)
 
-SCOUT_GIB = 100
-"""GPU memory that scout_2layer needs over all ranks: 4.43 B parameters x 18 bytes of fp32 masters, gradients and
-AdamW states and bf16 copies is 74 GiB, and a sequence of 8192 tokens takes about 10 more on each."""
+TORCHTITAN_VERSION = "0.2.2"
+
+SCOUT_STATE_GIB = 74
+"""What scout_2layer keeps over all ranks: 4.43 B parameters x 18 bytes (fp32 masters, gradients and both AdamW states,
+and the bf16 copy that FSDP2 gathers)."""
+SCOUT_WORKING_GIB = 25
+"""What it needs on each rank beside that, for one sequence of 8192 tokens: activations, and emulation's fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
+    """The machine this process runs on; CUDA_VISIBLE_DEVICES counts."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -83,14 +88,11 @@ def make_job(env: Mapping[str, str], flags: list[str], machine: Machine) -> Job:
             f"NGPU={processes} but {machine.gpus} GPUs are visible; lower NGPU or set CUDA_VISIBLE_DEVICES"
         )
     config = _config_file(env, machine, processes)
-    args = ["--job.config_file", str(config), *HOOKS]
+    args = ["--job.config_file", str(config)]
     steps = _positive_int(env, "STEPS")
     if steps:
         args.append(f"--training.steps={steps}")
-    if "EXTRA_ARGS" in env:
-        args += _split(env["EXTRA_ARGS"])
-    elif not flags:
-        args += MXFP8_EVERYWHERE
+    args += _split(env["EXTRA_ARGS"]) if "EXTRA_ARGS" in env else MXFP8_EVERYWHERE
     args += flags
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
@@ -127,15 +129,18 @@ def run(job: Job) -> int:
 
 def finish(log: Path, code: int) -> int:
     """Print how the run in `log` went; its two closing lines last. The exit code for the whole."""
+    # A process ended by a signal has a negative code, which a shell spells 128 + signal.
+    code = 128 - code if code < 0 else code
     steps = read_steps(log)
     bad = first_non_finite(steps)
     if bad:
         print(f"error: the loss is {bad.loss} at step {bad.step}. Log: {log}")
         return code or 1
     if code:
-        reason = next((line for line in log.read_text(errors="replace").splitlines() if "error: " in line), "")
-        print(f"error: training failed with exit code {code}. Log: {log}\n{reason}".rstrip())
-        return code if code > 0 else 128 - code
+        print(f"error: training failed with exit code {code}. Log: {log}")
+        errors = [line for line in log.read_text(errors="replace").splitlines() if _ERROR.search(line)]
+        print("\n".join(errors[:1]))
+        return code
     if not steps:
         print(f"error: no training step was logged. Log: {log}")
         return 1
@@ -163,7 +168,7 @@ def _config_file(env: Mapping[str, str], machine: Machine, processes: int) -> Pa
                 f"CONFIG_FILE={env['CONFIG_FILE']} is not a file; configs of this project: {ROOT / 'configs'}"
             )
         return path
-    fits = machine.gpus and machine.gpu_gib * processes >= SCOUT_GIB
+    fits = machine.gpus and machine.gpu_gib >= SCOUT_STATE_GIB / processes + SCOUT_WORKING_GIB
     return ROOT / "configs" / ("llama4_scout_2layer.toml" if fits else "llama4_debug.toml")
 
 
@@ -183,6 +188,13 @@ def _environment(env: Mapping[str, str], machine: Machine, processes: int) -> di
             raise ValueError(
                 f"TORCHTITAN_ROOT={env['TORCHTITAN_ROOT']} is no torchtitan checkout: no torchtitan/train.py"
             )
+        version_file = checkout / "assets" / "version.txt"
+        version = version_file.read_text().strip() if version_file.is_file() else TORCHTITAN_VERSION
+        if version != TORCHTITAN_VERSION:
+            raise ValueError(
+                f"TORCHTITAN_ROOT={env['TORCHTITAN_ROOT']} is torchtitan {version}, needs {TORCHTITAN_VERSION}: "
+                f"check out its tag v{TORCHTITAN_VERSION}"
+            )
         paths.append(str(checkout))
     if env.get("PYTHONPATH"):
         paths.append(env["PYTHONPATH"])
@@ -192,6 +204,7 @@ def _environment(env: Mapping[str, str], machine: Machine, processes: int) -> di
 
 
 def main() -> None:
+    """Run the job that the environment and the command line ask for; exit as it does."""
     flags = sys.argv[1:]
     if flags and flags[0] in ("-h", "--help"):
         print(USAGE, end="")

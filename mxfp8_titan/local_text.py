@@ -1,7 +1,7 @@
 """Training text without a download: the dataset `local_text` and a tokenizer trained from it.
 
-The default text is the Python standard library's sources, about 30 MB on any machine that can run this; another
-folder or file is named by --training.dataset_path. The tokenizer is a byte-level BPE, trained on first use in a few
+The default text is the Python standard library's sources, tens of MB in a full CPython; another folder
+or file is named by --training.dataset_path. The tokenizer is a byte-level BPE, trained on first use in a few
 seconds and cached under the user's cache folder.
 """
 
@@ -56,13 +56,10 @@ def _read_texts(path: str) -> tuple[str, ...]:
     if root.is_file():
         files = [root]
     else:
-        files = sorted(
-            Path(folder) / name
-            for folder, subfolders, names in os.walk(root)
-            if _keep_subfolders(subfolders)
-            for name in names
-            if name.endswith(SUFFIXES)
-        )
+        files = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+            files += [Path(folder) / name for name in sorted(names) if name.endswith(SUFFIXES)]
     random.Random(SHUFFLE_SEED).shuffle(files)
     texts = []
     for file in files:
@@ -79,12 +76,6 @@ def _read_texts(path: str) -> tuple[str, ...]:
             f"with UTF-8 files ending in {', '.join(SUFFIXES)}"
         )
     return tuple(texts)
-
-
-def _keep_subfolders(subfolders: list[str]) -> bool:
-    """Prune the folders that os.walk is about to enter; always true."""
-    subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
-    return True
 
 
 def tokenizer_folder(path: str, vocab_size: int = VOCAB_SIZE) -> str:

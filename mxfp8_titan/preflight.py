@@ -1,5 +1,7 @@
 """Everything about a job that can be found wrong without a process group or a GPU, found before either is touched."""
 
+import copy
+
 import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
@@ -27,7 +29,7 @@ def parse(args: list[str]) -> JobConfig:
 def check(job_config: JobConfig) -> None:
     """Refuse a job that would fail after start-up.
 
-    Raises: ValueError that says which setting, what it got and what it needs.
+    Raises: ValueError or TypeError that says which setting, what it got and what it needs.
     """
     if isinstance(job_config.model.converters, str):
         raise TypeError(
@@ -49,7 +51,8 @@ def meta_model(job_config: JobConfig) -> nn.Module:
     """
     spec = get_train_spec(job_config.model.name)
     _known(f"model.flavor of {job_config.model.name}", job_config.model.flavor, spec.model_args)
-    model_args = spec.model_args[job_config.model.flavor]
+    # A copy: torchtitan writes the job into the flavor.
+    model_args = copy.deepcopy(spec.model_args[job_config.model.flavor])
     model_args.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         return spec.model_cls(model_args)

@@ -52,6 +52,11 @@ class Plan:
         return groups
 
 
+def fold_layer_numbers(fqn: str) -> str:
+    """layers.3.attention.wk -> layers.*.attention.wk, for people who read one line per kind of module."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
 def matches(entry: str, fqn: str) -> bool:
     """Whether `entry`'s components stand in `fqn` in a row."""
     want, have = entry.split("."), fqn.split(".")
@@ -125,9 +130,8 @@ def _why_sizes_do_not_fit(sizes: dict[str, int], shards: int) -> str:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """GroupedExperts, and what looks like experts of another kind: 3D parameters of its own."""
-    own = list(module.parameters(recurse=False))
-    return isinstance(module, GroupedExperts) or (type(module).__name__.endswith("GroupedExperts") and bool(own))
+    """GroupedExperts, and what looks like experts of another kind: it has 3D parameters of its own."""
+    return isinstance(module, GroupedExperts) or any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
 def _check_entries(model: nn.Module, mx: MX) -> None:

@@ -5,18 +5,23 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 has_requirements() { # python extra
     "$1" - "$root/pyproject.toml" "$2" <<'PY' 2>/dev/null
-import importlib.metadata, importlib.util, os, re, sys
+import os, sys
+from importlib.metadata import version
 
-if sys.version_info < (3, 10):
-    sys.exit(1)
-modules = ["torch", "torchtitan", "triton", "tomli", "datasets", "tokenizers", "safetensors", "filelock", "matplotlib"]
-modules += ["pytest", "pytest_timeout", "hypothesis", "ruff"] if sys.argv[2] == "test" else []
-sys.path[:0] = [os.environ["TORCHTITAN_ROOT"]] if os.environ.get("TORCHTITAN_ROOT") else []
-if any(importlib.util.find_spec(module) is None for module in modules):
-    sys.exit(1)
-torch = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2]))
-titan_fits = os.environ.get("TORCHTITAN_ROOT") or importlib.metadata.version("torchtitan") == "0.2.2"
-sys.exit(not ((2, 11) <= torch < (2, 14) and titan_fits))
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+from packaging.requirements import Requirement
+
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+wanted = project["dependencies"] + project["optional-dependencies"].get(sys.argv[2], [])
+for requirement in map(Requirement, wanted):
+    if requirement.name == "torchtitan" and os.environ.get("TORCHTITAN_ROOT"):
+        continue
+    if not requirement.specifier.contains(version(requirement.name), prereleases=True):
+        sys.exit(1)
 PY
 }
 

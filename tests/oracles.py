@@ -1,35 +1,40 @@
 """Slow, independent answers: MXFP8 from its definition in exact Python arithmetic, and errors in decibels."""
 
+import bisect
 import math
 from fractions import Fraction
 
 import torch
 
-E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+from mxfp8_titan.format import FLOOR, RCEIL
+from mxfp8_titan.job_config import RECIPES
+
+RCEIL_RECIPE, FLOOR_RECIPE = RECIPES["mxfp8_emulated_rceil"], RECIPES["mxfp8_emulated"]
+assert (RCEIL_RECIPE.rounding, FLOOR_RECIPE.rounding) == (RCEIL, FLOOR)
+
+SQNR_BUDGETS = [(RCEIL_RECIPE, 28.3), (FLOOR_RECIPE, 27.5)]
+"""dB against float64 on normal data that every product must reach; E5M2 gradients give 24.4."""
 
 
-def _e4m3_candidates() -> list[tuple[Fraction, int]]:
-    """Non-negative finite E4M3 values with their bytes, built from the format's fields."""
-    values = []
+def _e4m3_magnitudes() -> list[Fraction]:
+    """The non-negative finite E4M3 values in ascending order of their bytes, built from the format's fields."""
+    magnitudes = []
     for byte in range(0x7F):
-        exponent, mantissa = byte >> 3, byte & 7
-        value = (
-            Fraction(mantissa, 8) * Fraction(2) ** -6
-            if exponent == 0
-            else (1 + Fraction(mantissa, 8)) * Fraction(2) ** (exponent - 7)
-        )
-        values.append((value, byte))
-    return values
+        exponent, mantissa = byte >> 3, Fraction(byte & 7, 8)
+        magnitudes.append(mantissa / 2**6 if exponent == 0 else (1 + mantissa) * Fraction(2) ** (exponent - 7))
+    return magnitudes
 
 
-_CANDIDATES = _e4m3_candidates()
+_MAGNITUDES = _e4m3_magnitudes()
 
 
 def e4m3_byte(value: Fraction, negative: bool) -> int:
     """Nearest E4M3, ties to the even mantissa, saturating at 448."""
-    value = min(value, Fraction(448))
-    best = min(_CANDIDATES, key=lambda candidate: (abs(candidate[0] - value), candidate[1] & 1))
-    return best[1] | (0x80 if negative else 0)
+    value = min(value, _MAGNITUDES[-1])
+    above = bisect.bisect_left(_MAGNITUDES, value)
+    near = range(max(above - 1, 0), above + 1)
+    best = min(near, key=lambda byte: (abs(_MAGNITUDES[byte] - value), byte & 1))
+    return best | (0x80 if negative else 0)
 
 
 def mx_block(values: list[float], rounding: str) -> tuple[int, list[int]]:

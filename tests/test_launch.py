@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from mxfp8_titan.launch import HOOKS, MXFP8_EVERYWHERE, Machine, finish, make_job
-from tests.report.test_run_log import _line
+from mxfp8_titan.launch import MXFP8_EVERYWHERE, Machine, finish, make_job
+from tests.log_lines import log_line
 
 CPU = Machine(gpus=0, gpu_gib=0, cores=8)
 H200 = Machine(gpus=1, gpu_gib=139, cores=16)
@@ -17,9 +17,8 @@ def _flags(env, machine=CPU, flags=()):
 
 
 def test_without_extra_args_it_trains_mxfp8_dense_and_moe():
-    flags = _flags({})
-    assert flags[-2:] == list(MXFP8_EVERYWHERE)
-    assert flags[2:4] == list(HOOKS)
+    assert _flags({})[-2:] == list(MXFP8_EVERYWHERE)
+    assert _flags({}, flags=["--training.steps=5"])[-3:] == [*MXFP8_EVERYWHERE, "--training.steps=5"]
 
 
 @pytest.mark.parametrize("extra", ["", "--training.steps=100"])
@@ -60,6 +59,8 @@ def test_later_flags_win_so_extra_args_come_after_steps():
         (TWO_H100, {"NGPU": "1"}, "llama4_debug.toml", 1),
         (ONE_H100, {}, "llama4_debug.toml", 1),
         (CPU, {"NGPU": "1"}, "llama4_debug.toml", 1),
+        (Machine(gpus=8, gpu_gib=15, cores=16), {}, "llama4_debug.toml", 8),
+        (Machine(gpus=5, gpu_gib=23.6, cores=16), {}, "llama4_debug.toml", 5),
     ],
 )
 def test_config_and_processes_suit_the_machine(machine, env, config, processes):
@@ -102,6 +103,15 @@ def test_a_checkout_goes_before_the_installed_torchtitan(tmp_path):
     assert paths[1:] == [str(tmp_path), "/mine"]
 
 
+def test_a_checkout_of_another_version_is_refused(tmp_path):
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "train.py").write_text("")
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "version.txt").write_text("0.3.0\n")
+    with pytest.raises(ValueError, match=r"is torchtitan 0.3.0, needs 0.2.2"):
+        make_job({"TORCHTITAN_ROOT": str(tmp_path)}, [], CPU)
+
+
 def test_cores_are_shared_out_and_the_user_s_own_setting_wins():
     assert make_job({}, [], CPU).env["OMP_NUM_THREADS"] == "4"
     assert make_job({"OMP_NUM_THREADS": "1"}, [], CPU).env["OMP_NUM_THREADS"] == "1"
@@ -114,7 +124,7 @@ def _finish(tmp_path, text, code=0):
 
 
 def test_a_good_run_ends_with_the_two_lines(tmp_path, capsys):
-    assert _finish(tmp_path, _line(1) + _line(2, tps=50) + _line(3, tps=70)) == 0
+    assert _finish(tmp_path, log_line(1) + log_line(2, tps=50) + log_line(3, tps=70)) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "Median Tokens/Second (excluding step 1): 60.0",
         "Max Memory Usage: 10.00 GiB",
@@ -125,11 +135,12 @@ def test_a_good_run_ends_with_the_two_lines(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        (_line(1), 3, "training failed with exit code 3"),
-        (_line(1) + _line(2, loss=float("nan")), 0, "the loss is nan at step 2"),
+        (log_line(1), 3, "training failed with exit code 3"),
+        (log_line(1) + log_line(2, loss=float("nan")), 0, "the loss is nan at step 2"),
         ("nothing\n", 0, "no training step was logged"),
         ("[rank0]:error: mx.wgrad is 'x'\n", 2, "mx.wgrad is 'x'"),
-        ("", -9, "exit code -9"),
+        ("[rank0]:torch.OutOfMemoryError: CUDA out of memory.\n", 1, "CUDA out of memory"),
+        ("", -9, "exit code 137"),
     ],
 )
 def test_a_failed_run_says_why_and_ends_non_zero_without_the_two_lines(text, code, message, tmp_path, capsys):

@@ -8,6 +8,7 @@ Rows past group_ends[-1] come out as zeros in y and dx and contribute to no dw, 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -40,7 +41,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             if recipe.wgrad_in_mxfp8:
                 dw = backend.grouped_dw(dy, x, group_ends, recipe.rounding, ctx.w_dtype)
             else:
-                # The bf16 path of torchtitan itself.
+                # The product torchtitan itself runs in bf16.
                 dy_t = dy.bfloat16().contiguous().t()
-                dw = torch._grouped_mm(dy_t, x.bfloat16().contiguous(), offs=group_ends).to(ctx.w_dtype)
+                dw = F.grouped_mm(dy_t, x.bfloat16().contiguous(), offs=group_ends).to(ctx.w_dtype)
         return dx, dw, None, None, None, None

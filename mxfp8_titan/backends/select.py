@@ -6,18 +6,13 @@ import torch
 
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.backends.reference import REFERENCE
+from mxfp8_titan.job_config import AUTO, RECIPES
 
-EMULATED = ("mxfp8_emulated", "mxfp8_emulated_rceil")
-
-NEEDED_CAPABILITIES = {
-    "mxfp8_cublas": ((10, 0), (10, 3)),
-    "mxfp8_cublas_rceil": ((10, 0), (10, 3)),
-    "mxfp8_hopper": ((9, 0),),
-}
-"""Exact compute capabilities: sm120 counts as newer than sm100 but lacks its block-scaled tensor core path."""
+AUTO_ORDER = ("mxfp8_cublas_rceil", "mxfp8_hopper", "mxfp8_emulated_rceil")
+"""What `auto` tries, fastest first; the last one runs anywhere."""
 
 FAST_BACKENDS: dict[str, Backend] = {}
-"""Recipe -> backend, for the recipes in NEEDED_CAPABILITIES that this version brings a backend for."""
+"""Recipe name -> backend, for the recipes with `capabilities` that this version has a backend for."""
 
 
 @dataclass(frozen=True)
@@ -28,58 +23,75 @@ class Device:
     capability: tuple[int, int] | None
 
     def __str__(self) -> str:
-        return self.name if self.capability is None else f"{self.name} (sm{self.capability[0]}{self.capability[1]})"
+        if self.capability is None:
+            return self.name
+        major, minor = self.capability
+        return f"{self.name} (sm{major}{minor})"
 
 
 @dataclass(frozen=True)
-class Selection:
-    """A recipe's name, the backend that runs it, and one sentence that says why."""
+class BackendChoice:
+    """The recipe that runs (never `auto`), the backend that runs it, where, and one sentence that says why."""
 
     recipe_name: str
     backend: Backend
+    device: Device
     why: str
 
 
 def current_device() -> Device:
     """The current CUDA device, or the CPU."""
     if not torch.cuda.is_available():
-        return Device("CPU, no NVIDIA GPU", None)
+        return Device("the CPU (no NVIDIA GPU)", None)
     return Device(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 
 
-def select(recipe_name: str, device: Device) -> Selection:
+def select(recipe_name: str, device: Device) -> BackendChoice:
     """The backend for `recipe_name` on `device`; `auto` picks the recipe as well.
 
     Raises: ValueError when a named recipe cannot run there, with what it needs and the flag to use instead.
     """
-    if recipe_name == "auto":
+    if recipe_name == AUTO:
         return _select_auto(device)
-    if recipe_name in EMULATED:
-        return Selection(recipe_name, REFERENCE, "emulation runs on any device, for numerics and not for speed")
-    needed = NEEDED_CAPABILITIES[recipe_name]
+    needed = RECIPES[recipe_name].capabilities
+    if not needed:
+        return BackendChoice(recipe_name, REFERENCE, device, "emulation, for numerics and not for speed")
     if device.capability not in needed:
         raise ValueError(
             f"mx.recipe_name={recipe_name} needs a GPU of compute capability {_spell(needed)}, "
-            f"and this machine has {device}. Use --mx.recipe_name=auto to run here."
+            f"and this machine has {device}. {_instead(recipe_name, device)}"
         )
     if recipe_name not in FAST_BACKENDS:
         raise ValueError(
             f"mx.recipe_name={recipe_name} has no backend in this version of mxfp8_titan, "
-            f"though {device} could run it. Use --mx.recipe_name=auto, which emulates it."
+            f"though {device} could run it. {_instead(recipe_name, device)}"
         )
-    return Selection(recipe_name, FAST_BACKENDS[recipe_name], f"named, and {device} runs it")
+    return BackendChoice(recipe_name, FAST_BACKENDS[recipe_name], device, f"named, and {device} runs it")
 
 
-def _select_auto(device: Device) -> Selection:
-    fastest = next((name for name in ("mxfp8_cublas_rceil", "mxfp8_hopper")
-                    if device.capability in NEEDED_CAPABILITIES[name]), None)  # fmt: skip
-    if fastest in FAST_BACKENDS:
-        return Selection(fastest, FAST_BACKENDS[fastest], f"auto: the fastest recipe for {device}")
-    if fastest:
-        why = f"auto: {fastest} suits {device}, but this version has no backend for it yet"
-    else:
-        why = f"auto: no recipe uses MX or FP8 tensor cores on {device}"
-    return Selection("mxfp8_emulated_rceil", REFERENCE, f"{why}, so MXFP8 is emulated (slower than bf16)")
+def _select_auto(device: Device) -> BackendChoice:
+    passed_over = ""
+    for name in AUTO_ORDER:
+        needed = RECIPES[name].capabilities
+        if name in FAST_BACKENDS and device.capability in needed:
+            return BackendChoice(name, FAST_BACKENDS[name], device, f"auto: the fastest recipe for {device}")
+        if device.capability in needed:
+            passed_over = f"{name} suits {device}, but this version has no backend for it yet"
+    passed_over = passed_over or f"no recipe uses MX or FP8 tensor cores on {device}"
+    why = f"auto: {passed_over}, so MXFP8 is emulated (slower than bf16)"
+    return BackendChoice(AUTO_ORDER[-1], REFERENCE, device, why)
+
+
+def _instead(recipe_name: str, device: Device) -> str:
+    same_rounding = next(
+        name
+        for name, recipe in RECIPES.items()
+        if not recipe.capabilities and recipe.rounding == RECIPES[recipe_name].rounding
+    )
+    return (
+        f"Use --mx.recipe_name={AUTO} to run here (it picks {_select_auto(device).recipe_name}), "
+        f"or --mx.recipe_name={same_rounding} to emulate the same rounding."
+    )
 
 
 def _spell(capabilities: tuple[tuple[int, int], ...]) -> str:

@@ -1,5 +1,7 @@
 """torchtitan's GroupedExperts with MXFP8 GEMMs."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,7 +71,7 @@ def _align_groups_to_blocks(experts: MXFP8GroupedExperts, args: tuple) -> None:
     another model in the same process keeps its own.
     """
     experts._outer_alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    moe_utils.set_token_group_alignment_size_m(max(BLOCK_SIZE, experts._outer_alignment))
+    moe_utils.set_token_group_alignment_size_m(math.lcm(BLOCK_SIZE, experts._outer_alignment))
 
 
 def _restore_group_alignment(experts: MXFP8GroupedExperts, args: tuple, output: Tensor | None) -> None:

@@ -12,11 +12,11 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
     a: data (M, K), scale (M, K / 32)
     b: data (N, K), scale (N, K / 32)
     """
-    return multiply(operand(a), operand(b), out_dtype)
+    return matmul_in_fp32(dequantize_for_matmul(a), dequantize_for_matmul(b), out_dtype)
 
 
-def operand(q: Quantized) -> Tensor:
-    """`q` as the dtype that `multiply` wants on its device: fp32 on a CPU, bf16 on CUDA.
+def dequantize_for_matmul(q: Quantized) -> Tensor:
+    """`q` as the dtype that `matmul_in_fp32` takes on its device: fp32 on a CPU, bf16 on CUDA.
 
     bf16 holds every E4M3 element times a power of two exactly, down to 2**-133, so that emulation runs on the
     tensor cores.
@@ -24,8 +24,8 @@ def operand(q: Quantized) -> Tensor:
     return dequantize(q, torch.bfloat16 if q.data.is_cuda else torch.float32)
 
 
-def multiply(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a @ b^T of two `operand`s, accumulated in fp32 and rounded once to `out_dtype`.
+def matmul_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a @ b^T of two operands from `dequantize_for_matmul`, accumulated in fp32 and rounded once to `out_dtype`.
 
     a: (M, K), b: (N, K)
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_titan.format import BLOCK_SIZE, round_up
-from mxfp8_titan.reference.gemm import multiply, operand
+from mxfp8_titan.reference.gemm import dequantize_for_matmul, matmul_in_fp32
 from mxfp8_titan.reference.quantize import Quantized, quantize_along_t
 
 
@@ -38,11 +38,11 @@ def grouped_gemm(a: Quantized, b: Quantized, group_ends: Tensor, out_dtype: torc
     returns (T, N), zeros past the last group end
     """
     rows = a.data.shape[0]
-    left, right = operand(a), operand(b)
+    left, right = dequantize_for_matmul(a), dequantize_for_matmul(b)
     out = left.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
     for expert, (start, end) in enumerate(group_bounds(group_ends, rows)):
         if start < end:
-            out[start:end] = multiply(left[start:end], right[expert], out_dtype)
+            out[start:end] = matmul_in_fp32(left[start:end], right[expert], out_dtype)
     return out
 
 
@@ -56,13 +56,13 @@ def grouped_gemm_over_rows(a: Tensor, b: Tensor, group_ends: Tensor, rounding: s
     returns (E, N, K), zeros for an empty group
     """
     bounds = group_bounds(group_ends, a.shape[0])
-    left, right = (operand(quantize_along_t(_pad_groups(x, bounds), rounding)) for x in (a, b))
+    left, right = (dequantize_for_matmul(quantize_along_t(_pad_groups(x, bounds), rounding)) for x in (a, b))
     out = a.new_zeros((len(bounds), a.shape[1], b.shape[1]), dtype=out_dtype)
     first = 0
     for expert, (start, end) in enumerate(bounds):
         if start < end:
             padded = slice(first, first + round_up(end - start, BLOCK_SIZE))
-            out[expert] = multiply(left[:, padded], right[:, padded], out_dtype)
+            out[expert] = matmul_in_fp32(left[:, padded], right[:, padded], out_dtype)
             first = padded.stop
     return out
 

@@ -17,18 +17,18 @@ from mxfp8_titan.format import (
     BLOCK_SIZE,
     E4M3_MAX,
     E4M3_MAX_EXPONENT,
-    E4M3_MAX_MANTISSA_BITS,
     E4M3_NAN_BYTE,
     E8M0_BIAS,
     E8M0_NAN_BYTE,
     FLOOR,
+    FP32_MANTISSA_OF_448,
     ROUNDINGS,
     round_up,
 )
 
 
 class Quantized(NamedTuple):
-    """A tensor in MXFP8; blocks run along the last dim of `data`'s storage order.
+    """A tensor in MXFP8; blocks run along data's last dim.
 
     data: (..., K) float8_e4m3fn
     scale: (..., K / 32) float8_e8m0fnu; x ~ data * scale
@@ -41,7 +41,8 @@ class Quantized(NamedTuple):
 def e8m0_from_amax(amax: Tensor, rounding: str) -> Tensor:
     """E8M0 bytes (same dims, uint8) of block maxima.
 
-    FLOOR: max(exponent(amax) - 8, 0).  RCEIL: one more where amax > 448 * 2**k, i.e. mantissa above 1.75.
+    FLOOR: max(e - 8, 0) with e the biased fp32 exponent of amax.  RCEIL: one more where amax > 448 * 2**k, that is
+    where its mantissa exceeds 1.75.
 
     amax: any dims, fp32, non-negative; Inf and NaN give 255.
     Raises: ValueError for an unknown rounding.
@@ -52,7 +53,7 @@ def e8m0_from_amax(amax: Tensor, rounding: str) -> Tensor:
     exponent = bits >> 23
     byte = exponent - E4M3_MAX_EXPONENT
     if rounding != FLOOR:
-        byte = byte + ((bits & 0x7FFFFF) > E4M3_MAX_MANTISSA_BITS).int()
+        byte = byte + ((bits & 0x7FFFFF) > FP32_MANTISSA_OF_448).int()
     byte = torch.where(exponent == 255, E8M0_NAN_BYTE, byte.clamp_min(0))
     return byte.to(torch.uint8)
 

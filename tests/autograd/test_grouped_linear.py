@@ -6,8 +6,7 @@ from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.format import RCEIL
 from mxfp8_titan.job_config import Recipe
-from tests.autograd.test_linear import BUDGETS, RCEIL_RECIPE
-from tests.oracles import sqnr
+from tests.oracles import RCEIL_RECIPE, SQNR_BUDGETS, sqnr
 
 
 def _forward_backward(x, w, dy, counts, recipe=RCEIL_RECIPE):
@@ -22,7 +21,7 @@ def _data(t, n, k, experts, device, dtype=torch.float32):
     return (torch.randn(*shape, device=device).to(dtype) for shape in ((t, k), (experts, n, k), (t, n)))
 
 
-@pytest.mark.parametrize(("recipe", "budget"), BUDGETS)
+@pytest.mark.parametrize(("recipe", "budget"), SQNR_BUDGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sqnr_of_y_dx_and_dw_on_normal_data_meets_the_budget(recipe, budget, dtype, device):
     counts = [256, 0, 480, 32]

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from mxfp8_titan.format import FLOOR, RCEIL, ROUNDINGS
 from mxfp8_titan.reference.quantize import (
+    Quantized,
     dequantize,
     e8m0_from_amax,
     e8m0_to_float,
@@ -169,6 +170,15 @@ def test_sizes_dtypes_and_roundings_that_do_not_fit_are_refused_with_what_is_nee
         quantize_along_k(torch.zeros(2, 32, dtype=torch.float64), RCEIL)
     with pytest.raises(ValueError, match=r"'even', needs one of floor, rceil"):
         e8m0_from_amax(torch.ones(1), "even")
+
+
+def test_bf16_holds_every_dequantized_value_from_scale_byte_3_to_246_exactly():
+    # fp32 itself overflows above 246: 448 * 2**120.
+    data = torch.arange(256, dtype=torch.uint8).view(8, 32)
+    data = torch.where((data & 0x7F) == 0x7F, 0, data).view(torch.float8_e4m3fn)
+    for byte in range(3, 247):
+        q = Quantized(data, torch.full((8, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu))
+        assert torch.equal(dequantize(q, torch.bfloat16).float(), dequantize(q))
 
 
 def test_zero_rows_quantize_to_zero_rows():

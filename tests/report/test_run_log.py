@@ -4,12 +4,8 @@ import pytest
 
 from mxfp8_titan.report.draw import draw_run
 from mxfp8_titan.report.run_log import closing_lines, first_non_finite, read_steps
+from tests.log_lines import log_line
 
-COLOURED = (
-    "[rank0]:[titan] 2026-01-01 00:00:00,000 - root - INFO - \x1b[31mstep: {step:2}  \x1b[32mloss: {loss:8.5f}  "
-    "\x1b[38;2;180;60;0mgrad_norm:  1.4729  \x1b[38;2;54;234;195mmemory: {memory:5.2f}GiB(3.39%)  "
-    "\x1b[34mtps: {tps:,}  \x1b[36mtflops: 1,234.50  \x1b[35mmfu: 12.34%\x1b[39m\n"
-)
 VALIDATE = "[titan] x - root - INFO - \x1b[33mvalidate step:  2  \x1b[32mloss:  9.0000  memory:  9.00GiB(1%)  tps: 7\n"
 
 
@@ -19,22 +15,25 @@ def _log(tmp_path, lines):
     return path
 
 
-def _line(step, loss=5.0, tps=1000, memory=10.0):
-    return COLOURED.format(step=step, loss=loss, tps=tps, memory=memory)
-
-
 def test_steps_are_read_through_colours_and_beside_validation(tmp_path):
-    steps = read_steps(_log(tmp_path, [_line(1, tps=5), VALIDATE, _line(2, tps=65611, memory=109.22), _line(100)]))
+    steps = read_steps(
+        _log(tmp_path, [log_line(1, tps=5), VALIDATE, log_line(2, tps=65611, memory=109.22), log_line(100)])
+    )
     assert [s.step for s in steps] == [1, 2, 100]
     assert (steps[1].tokens_per_second, steps[1].memory_gib, steps[1].loss) == (65611.0, 109.22, 5.0)
 
 
 def test_ranks_that_log_the_same_step_count_once(tmp_path):
-    assert len(read_steps(_log(tmp_path, [_line(1), _line(1), _line(2), _line(2)]))) == 2
+    assert len(read_steps(_log(tmp_path, [log_line(1), log_line(1), log_line(2), log_line(2)]))) == 2
 
 
 def test_the_closing_lines_leave_out_step_1_and_take_the_largest_memory(tmp_path):
-    lines = [_line(1, tps=1, memory=109.22), _line(10, tps=60000), _line(20, tps=65611), _line(30, tps=70000)]
+    lines = [
+        log_line(1, tps=1, memory=109.22),
+        log_line(10, tps=60000),
+        log_line(20, tps=65611),
+        log_line(30, tps=70000),
+    ]
     assert closing_lines(read_steps(_log(tmp_path, lines))) == [
         "Median Tokens/Second (excluding step 1): 65611.0",
         "Max Memory Usage: 109.22 GiB",
@@ -42,7 +41,7 @@ def test_the_closing_lines_leave_out_step_1_and_take_the_largest_memory(tmp_path
 
 
 def test_a_run_that_logged_only_step_1_has_no_median_and_says_what_to_change(tmp_path):
-    median, _ = closing_lines(read_steps(_log(tmp_path, [_line(1)])))
+    median, _ = closing_lines(read_steps(_log(tmp_path, [log_line(1)])))
     assert "n/a" in median
     assert "--metrics.log_freq" in median
 
@@ -54,12 +53,12 @@ def test_an_empty_log_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_found(bad, tmp_path):
-    steps = read_steps(_log(tmp_path, [_line(1), _line(2, loss=bad), _line(3, loss=bad)]))
+    steps = read_steps(_log(tmp_path, [log_line(1), log_line(2, loss=bad), log_line(3, loss=bad)]))
     assert first_non_finite(steps).step == 2
     assert first_non_finite(steps[:1]) is None
 
 
 def test_a_run_is_drawn(tmp_path):
-    steps = read_steps(_log(tmp_path, [_line(1), _line(2), _line(3)]))
+    steps = read_steps(_log(tmp_path, [log_line(1), log_line(2), log_line(3)]))
     draw_run(steps, "run", tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -50,7 +50,6 @@ def test_asking_a_dense_model_for_experts_is_refused():
 @pytest.mark.parametrize(
     ("model", "flavor", "flags"),
     [
-        ("llama3", "debugmodel", MX[:1]),
         ("deepseek_v3", "debugmodel", MX[:2]),
     ],
 )

@@ -14,7 +14,7 @@ MX = "--model.converters=mx"
 
 def _refused(capsys, *flags, config=DEBUG):
     with pytest.raises(SystemExit) as stopped:
-        entry.check_job(entry.add_config_hook(["--job.config_file", str(config), *flags]))
+        entry.check_or_refuse(entry.parse_or_refuse(entry.add_config_hook(["--job.config_file", str(config), *flags])))
     assert stopped.value.code not in (0, None)
     captured = capsys.readouterr()
     return " ".join((captured.err + captured.out).replace("│", " ").split())
@@ -42,7 +42,7 @@ def _refused(capsys, *flags, config=DEBUG):
         (["--mx.dense=maybe"], "mx.no-dense|Unrecognized options"),
     ],
 )
-def test_a_wrong_flag_gives_a_clear_line(flags, message, capsys):
+def test_a_wrong_flag_is_refused_by_name(flags, message, capsys):
     assert re.search(message, _refused(capsys, *flags))
 
 
@@ -55,7 +55,7 @@ def test_a_wrong_flag_gives_a_clear_line(flags, message, capsys):
         ("[mx\n", "job.toml|Expected"),
     ],
 )
-def test_a_wrong_toml_gives_a_clear_line(toml, message, tmp_path, capsys):
+def test_a_wrong_toml_is_refused_by_name(toml, message, tmp_path, capsys):
     path = tmp_path / "job.toml"
     path.write_text(toml)
     assert re.search(message, _refused(capsys, config=path))
@@ -82,3 +82,21 @@ def test_the_process_ends_with_code_2_and_one_line():
         "components, without wildcards. The last components there are: gate, output, w1, w2, w3, wk, wo, wq, wv."
     ]
     assert "Traceback" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("toml", "flags", "hooked"),
+    [
+        ("", [], True),
+        ('[job]\ncustom_config_module = "mine"\n', [], False),
+        ("", ["--job.custom_config_module=mine"], False),
+        ("", ["--job.custom-config-module", "mine"], False),
+        ("[job\n", [], True),
+    ],
+)
+def test_a_config_module_of_the_user_s_own_is_not_overridden(toml, flags, hooked, tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(toml)
+    for given in (["--job.config_file", str(path)], [f"--job.config-file={path}"]):
+        args = entry.add_config_hook([*given, *flags])
+        assert (entry.CONFIG_HOOK in args) is hooked
