@@ -94,7 +94,7 @@ def quantize_kernel(
         )  # fmt: skip
 
 
-def _allocate_along_k(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
+def allocate_along_k(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
     """Empty data, of x's shape, and scales."""
     *experts, rows, features = x.shape
     cols = features // BLOCK_SIZE
@@ -102,7 +102,7 @@ def _allocate_along_k(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor
     return data, x.new_empty(_scale_shape(experts, rows, cols, scale_layout, groups, False), dtype=torch.float8_e8m0fnu)
 
 
-def _allocate_along_t(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
+def allocate_along_t(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
     """Empty data (..., features, tokens rounded up to 32) and scales."""
     *experts, rows, features = x.shape
     rows = round_up(rows, BLOCK_SIZE)
@@ -187,7 +187,7 @@ def quantize_along_k(
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
     check_source(x, "x", (2, 3))
-    out = _allocate_along_k(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
+    out = allocate_along_k(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
     quantize_into(x, out, None, rounding, scale_layout, group_ends)
     return out
 
@@ -208,7 +208,7 @@ def quantize_along_t(
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
     check_source(x, "x", (2, 3))
-    out = _allocate_along_t(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
+    out = allocate_along_t(x, scale_layout, 0 if group_ends is None else group_ends.shape[0])
     quantize_into(x, None, out, rounding, scale_layout, group_ends)
     return out
 
@@ -219,8 +219,8 @@ def quantize_both(
     """`quantize_along_k` and `quantize_along_t` of x from one read: (data, scale) of each."""
     check_source(x, "x", (2, 3))
     groups = 0 if group_ends is None else group_ends.shape[0]
-    along_k = _allocate_along_k(x, scale_layout, groups)
-    along_t = _allocate_along_t(x, scale_layout, groups)
+    along_k = allocate_along_k(x, scale_layout, groups)
+    along_t = allocate_along_t(x, scale_layout, groups)
     quantize_into(x, along_k, along_t, rounding, scale_layout, group_ends)
     return *along_k, *along_t
 
@@ -234,10 +234,10 @@ def _fake(*allocators):
 
 
 _ARGS = "(Tensor x, str rounding, str scale_layout='plain', Tensor? group_ends=None)"
-register_op("quantize_along_k" + _ARGS + " -> (Tensor, Tensor)", quantize_along_k, _fake(_allocate_along_k))
-register_op("quantize_along_t" + _ARGS + " -> (Tensor, Tensor)", quantize_along_t, _fake(_allocate_along_t))
+register_op("quantize_along_k" + _ARGS + " -> (Tensor, Tensor)", quantize_along_k, _fake(allocate_along_k))
+register_op("quantize_along_t" + _ARGS + " -> (Tensor, Tensor)", quantize_along_t, _fake(allocate_along_t))
 register_op(
     "quantize_both" + _ARGS + " -> (Tensor, Tensor, Tensor, Tensor)",
     quantize_both,
-    _fake(_allocate_along_k, _allocate_along_t),
+    _fake(allocate_along_k, allocate_along_t),
 )

@@ -24,8 +24,8 @@ from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source
 MAX_K = 32768
 """Longest row: 1024 threads hold 32 elements each."""
 
-ELEMENTS_PER_WARP = 1024
-"""Elements of a row per warp, 32 per thread."""
+ELEMENTS_PER_WARP, ELEMENTS_PER_WARP_WITH_AMAX = 1024, 512
+"""Elements of a row's head per warp, without and with column maxima, which take registers of their own."""
 
 AMAX_PROGRAMS = 264
 """Programs that gather column maxima, two on each of 132 multiprocessors: each merges its maxima once, and atomics on
@@ -172,7 +172,7 @@ def _launch_along_k(x: Tensor, rounding: str, group_ends: Tensor | None, amax: T
             rows, features, *strides(x), rows_per_program, programs, num_groups,
         ),
         (rounding, amax is not None, groups, head, tail, AMAX_STAGES),
-        min(max((head + tail) // ELEMENTS_PER_WARP, 1), 32),
+        min(max(head // (ELEMENTS_PER_WARP if amax is None else ELEMENTS_PER_WARP_WITH_AMAX), 1), 32),
     )  # fmt: skip
     return data, scale
 

@@ -1,0 +1,53 @@
+"""Measures kernels on one GPU: one table per op, and with --json one results file for docs/benchmarks.
+
+python scripts/bench.py --op quantize_both
+python scripts/bench.py --op all --json docs/benchmarks/kernels.json
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from mxfp8_titan.bench import host, quantize, results, swizzle, timing
+
+
+def main() -> None:
+    by_bandwidth = {op.name: op for op in quantize.OPS}
+    others = {
+        "swizzle_k_groups": swizzle.measure_k_groups,
+        "swizzle_t_groups": swizzle.measure_t_groups,
+        "swizzle_3d": swizzle.measure_3d,
+        "launch_overhead": host.measure_launch_overhead,
+        "cold_first_step": host.measure_cold_first_step,
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *by_bandwidth, *others])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--commit", help="what to record when the tree is no git checkout")
+    args = parser.parse_args()
+    wanted = [*by_bandwidth, *others] if "all" in args.op else args.op
+
+    torch.manual_seed(0)
+    environment = results.environment(args.commit)
+    print("  ".join(f"{key} {value}" for key, value in environment.items()))
+    copy = timing.copy_gbps()
+    print(f"device-to-device copy of 1 GiB: {copy:.0f} GB/s, read plus written")
+    rows = [results.Row("copy", round(copy), "GB/s", "", "1 GiB device to device, read plus written")]
+    for name in wanted:
+        print(f"\n{name}")
+        rows += quantize.measure(by_bandwidth[name], copy) if name in by_bandwidth else others[name]()
+    ratios = [row for row in rows if row.id == "rceil_over_floor"]
+    rows = [row for row in rows if row.id != "rceil_over_floor"]
+    if ratios:
+        rows.append(max(ratios, key=lambda row: row.value))
+    print()
+    results.print_table(
+        ["id", "value", "unit", "target", "detail"], [(r.id, f"{r.value:g}", r.unit, r.target, r.detail) for r in rows]
+    )
+    if args.json:
+        results.write(args.json, environment, rows)
+
+
+if __name__ == "__main__":
+    main()
