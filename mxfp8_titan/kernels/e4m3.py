@@ -41,16 +41,41 @@ def pair_to_fp32(words):
 
 
 @triton.jit
-def max_of_pairs(words, axis: tl.constexpr):
-    """The bits of the largest magnitude, as fp32, of the lower and of the upper bf16 numbers of the words of an axis.
+def pair_to_fp32_again(words):
+    """The same from words that were unpacked before.
+
+    Picked out of the words by another instruction, so that the compiler does not see the common value and keep it in
+    twice the registers from one use to the next.
+    """
+    if CAST_BY_HAND:
+        return pair_to_fp32(words)
+    else:  # noqa: RET505
+        low = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x1044;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+        high = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3244;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return tl.join(low, high).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def max_in_pairs(words, axis: tl.constexpr):
+    """Along an axis, the maximum of the lower and of the upper 16 bits of words, both taken as 15-bit magnitudes.
 
     One instruction compares both halves; the interpreter, which doesn't know it, takes two.
     """
     if CAST_BY_HAND:
-        return tl.max((words << 16) & 0x7FFF0000, axis), tl.max(words & 0x7FFF0000, axis)
+        return (tl.max((words << 16) & 0x7FFF0000, axis) >> 16) | tl.max(words & 0x7FFF0000, axis)
     else:  # noqa: RET505
-        pairs = tl.reduce(words & 0x7FFF7FFF, axis, _max_s16x2)
-        return pairs << 16, pairs & 0x7FFF0000
+        return tl.reduce(words & 0x7FFF7FFF, axis, _max_s16x2)
+
+
+@triton.jit
+def max_of_pairs(words, axis: tl.constexpr):
+    """Along an axis, the bits of the largest magnitudes, as fp32, of the lower and of the upper bf16 numbers."""
+    pairs = max_in_pairs(words, axis)
+    return pairs << 16, pairs & 0x7FFF0000
 
 
 @triton.jit

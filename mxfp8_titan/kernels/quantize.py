@@ -28,6 +28,7 @@ from mxfp8_titan.format import (
 from mxfp8_titan.kernels.groups import place_tile
 from mxfp8_titan.kernels.launch import (
     can_load_words,
+    ceil_div,
     check_blocks,
     check_choices,
     check_groups,
@@ -35,7 +36,17 @@ from mxfp8_titan.kernels.launch import (
     launch,
     register_op,
 )
-from mxfp8_titan.kernels.tile import TILE_T, load_along_k, load_along_t, store_along_k, store_along_t, tile_of
+from mxfp8_titan.kernels.tile import (
+    TILE_T,
+    load_along_k,
+    load_along_t,
+    load_words,
+    store_along_k,
+    store_along_t,
+    store_words_along_k,
+    tile_of,
+    unpack_along_t,
+)
 
 
 @dataclass(frozen=True)
@@ -46,18 +57,18 @@ class Config:
     """Features per tile."""
     vec: int = 4
     """Features per thread, along T."""
-    band: int = 8
+    band: int = 4
     """Tiles along T that are worked on together, so that their pieces of a transposed row lie side by side."""
+    hold: bool = False
+    """Whether both directions work from the words of one load, or the second loads again, from the L1 cache."""
     num_warps: int = 4
     maxnreg: int | None = None
 
 
-CONFIGS = {
-    # (along K, along T)
-    (True, False): Config(band=1, num_warps=8),
-    (False, True): Config(),
-    (True, True): Config(maxnreg=128),
-}
+CONFIG_ALONG_K = Config(band=1, num_warps=8)
+CONFIG_ALONG_T = Config()
+CONFIG_BOTH = {PLAIN: Config(maxnreg=128), BLOCKED: Config(hold=True, maxnreg=168)}
+"""By scale layout; registers for 4 and for 3 programs at once on a multiprocessor. See docs/benchmarks/notes.md."""
 
 
 @triton.jit
@@ -67,11 +78,11 @@ def quantize_kernel(
     scale_k_bytes, scale_t_bytes,
     ROUNDING: tl.constexpr, ALONG_K: tl.constexpr, ALONG_T: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr,
     WORDS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr, BAND: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes one tile of 128 tokens x TILE_K features; the grid is their number, see tile.tile_of.
 
-    With both directions the tile is loaded twice: the two want different threads to hold an element, and the second
-    load hits the L1 cache, which costs less than carrying fp32 copies in registers or through shared memory.
+    With both directions, bf16 words stay in registers for the second. Other types are loaded again, from the L1 cache.
     Tokens outside the tile's group, and features past K, are masked here.
     """
     tile, tile_k = tile_of(tl.program_id(0), all_tiles_t, tiles_k, BAND)
@@ -79,18 +90,30 @@ def quantize_kernel(
         tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, BLOCKED
     )
     x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
+    rows = read_end - first
+    rows_out = tl.minimum(write_end, T) - first
+    row0 = expert.to(tl.int64) * T + first
+    SHARED: tl.constexpr = HOLD and ALONG_K and ALONG_T and WORDS
     if ALONG_T:
-        x, amax = load_along_t(x_tile, stride_xt, stride_xk, read_end - first, tile_k, K, TILE_K, VEC, WORDS)
+        if SHARED:
+            words = load_words(x_tile, stride_xt, rows, tile_k, K, TILE_K, VEC)
+            x, amax = unpack_along_t(words, VEC)
+        else:
+            x, amax = load_along_t(x_tile, stride_xt, stride_xk, rows, tile_k, K, TILE_K, VEC, WORDS)
         store_along_t(
             x, amax, along_t_ptr, scale_t_ptr, scale_t_bytes, expert.to(tl.int64) * K, first, write_end,
             tile, base, tiles, tile_k, K, T_OUT, ROUNDING, BLOCKED, GROUPS, TILE_K,
         )  # fmt: skip
-    if ALONG_K:
-        x = load_along_k(x_tile, stride_xt, stride_xk, read_end - first, tile_k, K, TILE_K)
-        rows = tl.minimum(write_end, T) - first
+    if SHARED:
+        store_words_along_k(
+            words, along_k_ptr, scale_k_ptr, scale_k_bytes, row0, rows_out, tile, tile_k, K,
+            ROUNDING, BLOCKED, GROUPS, TILE_K, VEC,
+        )  # fmt: skip
+    elif ALONG_K:
+        x = load_along_k(x_tile, stride_xt, stride_xk, rows, tile_k, K, TILE_K)
         store_along_k(
-            x, along_k_ptr, scale_k_ptr, scale_k_bytes, expert.to(tl.int64) * T + first, rows, tile, tile_k,
-            K, ROUNDING, BLOCKED, GROUPS, TILE_K,
+            x, along_k_ptr, scale_k_ptr, scale_k_bytes, row0, rows_out, tile, tile_k, K,
+            ROUNDING, BLOCKED, GROUPS, TILE_K,
         )  # fmt: skip
 
 
@@ -124,6 +147,12 @@ def _scale_shape(
     return (blocked_shape_k_groups if groups_split_columns else blocked_shape_t_groups)(rows, cols, groups)
 
 
+def _config(along_k: bool, along_t: bool, scale_layout: str) -> Config:
+    if along_k and along_t:
+        return CONFIG_BOTH[scale_layout]
+    return CONFIG_ALONG_K if along_k else CONFIG_ALONG_T
+
+
 def quantize_into(
     x: Tensor,
     along_k: tuple[Tensor, Tensor] | None,
@@ -150,9 +179,10 @@ def quantize_into(
     multiple = 1 if along_t is None else BLOCK_SIZE
     num_groups, groups = check_groups(group_ends, x, rows, multiple)
     rows_out = round_up(rows, BLOCK_SIZE)
-    config = config or CONFIGS[along_k is not None, along_t is not None]
-    tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups * blocked, GROUP_TILE)
-    tiles_k = triton.cdiv(round_up(features, GROUP_TILE) if blocked else features, config.tile_k)
+    if config is None:
+        config = _config(along_k is not None, along_t is not None, scale_layout)
+    tiles_t = ceil_div(rows_out + GROUP_TILE * num_groups * blocked, GROUP_TILE)
+    tiles_k = ceil_div(round_up(features, GROUP_TILE) if blocked else features, config.tile_k)
     grid = experts * tiles_t * tiles_k
     if grid == 0:
         return
@@ -168,7 +198,7 @@ def quantize_into(
         ),
         (
             rounding, along_k is not None, along_t is not None, blocked, groups,
-            can_load_words(x), config.tile_k, config.vec, config.band,
+            can_load_words(x), config.tile_k, config.vec, config.band, config.hold,
         ),
         config.num_warps,
         config.maxnreg,

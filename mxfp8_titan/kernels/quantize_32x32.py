@@ -11,7 +11,15 @@ from torch import Tensor
 
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED, GROUP_TILE, PLAIN, blocked_shape
 from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, to_e4m3
-from mxfp8_titan.kernels.launch import can_load_words, check_blocks, check_choices, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import (
+    can_load_words,
+    ceil_div,
+    check_blocks,
+    check_choices,
+    check_source,
+    launch,
+    register_op,
+)
 from mxfp8_titan.kernels.tile import (
     BLOCK,
     BLOCKS_T,
@@ -110,7 +118,7 @@ def quantize_32x32_both(w: Tensor, rounding: str, scale_layout: str = PLAIN) -> 
     if w.numel() == 0:
         return out
     experts = w.shape[0] if w.ndim == 3 else 1
-    tiles_n, tiles_k = triton.cdiv(rows, GROUP_TILE), triton.cdiv(features, GROUP_TILE)
+    tiles_n, tiles_k = ceil_div(rows, GROUP_TILE), ceil_div(features, GROUP_TILE)
     along_k, along_n, scale_k, scale_n = out
     launch(
         quantize_32x32_kernel,

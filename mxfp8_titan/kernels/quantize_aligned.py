@@ -19,13 +19,21 @@ from mxfp8_titan.kernels.e4m3 import (
     to_fp32,
 )
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import (
+    ceil_div,
+    check_choices,
+    check_groups,
+    check_source,
+    launch,
+    next_power_of_2,
+    register_op,
+)
 
 MAX_K = 32768
 """Longest row: 1024 threads hold 32 elements each."""
 
-ELEMENTS_PER_WARP, ELEMENTS_PER_WARP_WITH_AMAX = 1024, 512
-"""Elements of a row's head per warp, without and with column maxima, which take registers of their own."""
+ELEMENTS_PER_WARP = 1024
+"""Elements of a row's head per warp."""
 
 AMAX_PROGRAMS = 264
 """Programs that gather column maxima, two on each of 132 multiprocessors: each merges its maxima once, and atomics on
@@ -34,7 +42,7 @@ AMAX_PROGRAMS = 264
 MIN_AMAX_ROWS = 16
 """Fewest rows of such a program."""
 
-AMAX_STAGES = 3
+AMAX_STAGES = 4
 """Rows of such a program that are on their way at once."""
 
 
@@ -120,9 +128,9 @@ def _merge_columns(amax_ptr, group, columns, start, K, SIZE: tl.constexpr):
 
 def row_parts(features: int) -> tuple[int, int]:
     """(head, tail): powers of two, or a tail of 0, that hold a row with few lanes left over. 5120 is 4096 + 1024."""
-    whole = max(triton.next_power_of_2(features), 128)
+    whole = max(next_power_of_2(features), 128)
     half = whole // 2
-    rest = max(triton.next_power_of_2(features - half), 128)
+    rest = max(next_power_of_2(features - half), 128)
     return (half, rest) if rest < half else (whole, 0)
 
 
@@ -162,8 +170,8 @@ def _launch_along_k(x: Tensor, rounding: str, group_ends: Tensor | None, amax: T
         rows_per_program, programs = 1, rows
     else:
         share = max(AMAX_PROGRAMS - num_groups, AMAX_PROGRAMS // 4)
-        rows_per_program = min(max(triton.cdiv(scale.numel(), share), MIN_AMAX_ROWS), rows)
-        programs = triton.cdiv(rows, rows_per_program) + num_groups
+        rows_per_program = min(max(ceil_div(scale.numel(), share), MIN_AMAX_ROWS), rows)
+        programs = ceil_div(rows, rows_per_program) + num_groups
     launch(
         aligned_along_k_kernel,
         (x.shape[0] if x.ndim == 3 else 1) * programs,
@@ -172,7 +180,7 @@ def _launch_along_k(x: Tensor, rounding: str, group_ends: Tensor | None, amax: T
             rows, features, *strides(x), rows_per_program, programs, num_groups,
         ),
         (rounding, amax is not None, groups, head, tail, AMAX_STAGES),
-        min(max(head // (ELEMENTS_PER_WARP if amax is None else ELEMENTS_PER_WARP_WITH_AMAX), 1), 32),
+        min(max(head // ELEMENTS_PER_WARP, 1), 32),
     )  # fmt: skip
     return data, scale
 

@@ -21,7 +21,7 @@ from mxfp8_titan.kernels.e4m3 import (
     to_fp32,
 )
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import check_groups, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import ceil_div, check_groups, check_source, launch, register_op
 from mxfp8_titan.kernels.quantize_aligned import OPTIONAL_GROUPS, check_args, groups_of, strides
 from mxfp8_titan.kernels.tile import TILE_T, offsets_along_t, store_transposed, tile_of
 
@@ -114,8 +114,8 @@ def _allocate(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
 def _grid(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
     """(tiles along T of one expert, tiles along K, tiles in all, T rounded up to 32)."""
     rows_out = round_up(x.shape[-2], BLOCK_SIZE)
-    tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups, GROUP_TILE)
-    tiles_k = triton.cdiv(x.shape[-1], TILE_K)
+    tiles_t = ceil_div(rows_out + GROUP_TILE * num_groups, GROUP_TILE)
+    tiles_k = ceil_div(x.shape[-1], TILE_K)
     return tiles_t, tiles_k, (x.shape[0] if x.ndim == 3 else 1) * tiles_t * tiles_k, rows_out
 
 

@@ -25,7 +25,7 @@ from mxfp8_titan.format import (
     blocked_shape_t_groups,
 )
 from mxfp8_titan.kernels.groups import find_group
-from mxfp8_titan.kernels.launch import check_groups, launch, register_op
+from mxfp8_titan.kernels.launch import ceil_div, check_groups, launch, register_op
 
 _MATRIX, _T_GROUPS, _K_GROUPS = range(3)
 MATRIX, T_GROUPS, K_GROUPS = tl.constexpr(_MATRIX), tl.constexpr(_T_GROUPS), tl.constexpr(_K_GROUPS)
@@ -33,12 +33,17 @@ MATRIX, T_GROUPS, K_GROUPS = tl.constexpr(_MATRIX), tl.constexpr(_T_GROUPS), tl.
 NARROW, WIDE = 8, 32
 """Tiles side by side that one program fills: 32 or 128 columns."""
 
+MAX_COLS_OF_K_GROUPS = 2**20
+"""33 million tokens."""
+
 NARROW_WARPS, WIDE_WARPS = 4, 8
 
 WIDE_FROM = 16384
 """Tiles in all from which programs are wide: eight megabytes, enough for 4 wide programs on each of 132 SMs."""
 
 _ROWS = tl.constexpr(SCALE_TILE_ROWS)
+_LOW_21 = tl.constexpr(2**21 - 1)
+_NO_GROUP = tl.constexpr(2**63 - 1)
 _TILE_WORDS = tl.constexpr(SCALE_TILE_ROWS * SCALE_TILE_COLS // 4)
 
 
@@ -93,23 +98,26 @@ def swizzle_kernel(
 def _place_chunk(chunk, C, group_ends_ptr, num_groups, col_tiles, GROUPS: tl.constexpr, TILES: tl.constexpr):
     """(first_tile, base, tiles, first_col, col_end): a chunk of TILES tiles of the group whose first tile is `base`.
 
-    Past the last group: the tiles that are left, with no columns to read.
+    Past the last group: the tiles that are left, with no columns to read. Running sums and maxima come packed, 21 bits
+    each, because every one of them is a chain of exchanges between lanes that the loads have to wait for.
     """
     number = tl.arange(0, GROUPS)
     exists = number < num_groups
     ends = tl.load(group_ends_ptr + number, mask=exists, other=0) // 32
     starts = tl.load(group_ends_ptr + number - 1, mask=exists & (number > 0), other=0) // 32
-    group_tiles = tl.where(exists, (ends - starts + 3) // 4, 0)
-    last_tile = tl.cumsum(group_tiles, 0)
-    last_chunk = tl.cumsum((group_tiles + TILES - 1) // TILES, 0)
-    before = exists & (last_chunk <= chunk)
-    after = exists & (last_chunk > chunk)
-    base = tl.max(tl.where(before, last_tile, 0), 0)
-    first_tile = base + (chunk - tl.max(tl.where(before, last_chunk, 0), 0)) * TILES
-    first_col = tl.max(tl.where(before, ends, 0), 0) + (first_tile - base) * 4
-    col_end = tl.min(tl.where(after, ends, 2**31 - 1), 0)
-    end_tile = tl.minimum(tl.min(tl.where(after, last_tile, 2**31 - 1), 0), col_tiles)
-    return first_tile, base, end_tile - base, first_col, tl.where(col_end == 2**31 - 1, 0, tl.minimum(col_end, C))
+    tiles = tl.where(exists, (ends - starts + 3) // 4, 0).to(tl.int64)
+    sums = tl.cumsum(((tiles + TILES - 1) // TILES << 21) | tiles, 0)
+    all_three = (sums << 21) | ends.to(tl.int64)
+    is_before = exists & ((sums >> 21) <= chunk)
+    before = tl.max(tl.where(is_before, all_three, 0), 0)
+    after = tl.min(tl.where(exists & ((sums >> 21) > chunk), all_three, _NO_GROUP), 0)
+    base = ((before >> 21) & _LOW_21).to(tl.int32)
+    first_tile = base + (chunk - (before >> 42).to(tl.int32)) * TILES
+    first_col = (before & _LOW_21).to(tl.int32) + (first_tile - base) * 4
+    owned = after != _NO_GROUP
+    col_end = tl.where(owned, tl.minimum((after & _LOW_21).to(tl.int32), C), 0)
+    end_tile = tl.where(owned, tl.minimum(((after >> 21) & _LOW_21).to(tl.int32), col_tiles), col_tiles)
+    return first_tile, base, end_tile - base, first_col, col_end
 
 
 @triton.jit
@@ -187,16 +195,20 @@ def _launch(
     if not (scale.is_cuda or triton.knobs.runtime.interpret):
         raise ValueError(f"scale is on {scale.device}, needs a CUDA device; on a CPU use mxfp8_titan.reference")
     rows, cols = scale.shape[-2:]
+    if case == _K_GROUPS and cols >= MAX_COLS_OF_K_GROUPS:
+        raise ValueError(
+            f"scale has {cols} columns, needs fewer than {MAX_COLS_OF_K_GROUPS}: the kernel counts in 21 bits"
+        )
     tokens = rows if case == _T_GROUPS else cols * BLOCK_SIZE
     num_groups, groups = check_groups(group_ends, scale, tokens, 1 if case == _T_GROUPS else BLOCK_SIZE)
     if 1 not in (scale.stride(-1), scale.stride(-2)):
         scale = scale.contiguous()
     row_major = scale.stride(-1) == 1
-    row_tiles = triton.cdiv(rows + (SCALE_TILE_ROWS * num_groups if case == _T_GROUPS else 0), SCALE_TILE_ROWS)
-    col_tiles = triton.cdiv(cols + (SCALE_TILE_COLS * num_groups if case == _K_GROUPS else 0), SCALE_TILE_COLS)
+    row_tiles = ceil_div(rows + (SCALE_TILE_ROWS * num_groups if case == _T_GROUPS else 0), SCALE_TILE_ROWS)
+    col_tiles = ceil_div(cols + (SCALE_TILE_COLS * num_groups if case == _K_GROUPS else 0), SCALE_TILE_COLS)
     experts = scale.shape[0] if scale.ndim == 3 else 1
     tiles = WIDE if experts * row_tiles * col_tiles >= WIDE_FROM else NARROW
-    chunks = triton.cdiv(col_tiles, tiles) + (num_groups if case == _K_GROUPS else 0)
+    chunks = ceil_div(col_tiles, tiles) + (num_groups if case == _K_GROUPS else 0)
     programs_per_row = chunks if columns_in_parallel else 1
     grid = experts * row_tiles * programs_per_row
     if grid == 0 or out.numel() == 0:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxfp8_titan.format import BLOCK_SIZE, SCALE_TILE_ROWS
-from mxfp8_titan.kernels.launch import check_groups, launch
+from mxfp8_titan.kernels.launch import ceil_div, check_groups, launch
 from mxfp8_titan.kernels.scale_swizzle import _K_GROUPS, _MATRIX, _T_GROUPS, K_GROUPS, T_GROUPS
 
 BLOCK_C = 32
@@ -76,7 +76,7 @@ def _launch(blocked: Tensor, shape: tuple[int, ...], group_ends: Tensor | None, 
     tokens = rows if case == _T_GROUPS else cols * BLOCK_SIZE
     num_groups, groups = check_groups(group_ends, blocked, tokens, 1 if case == _T_GROUPS else BLOCK_SIZE)
     out = blocked.new_empty(shape)
-    row_tiles, col_blocks = triton.cdiv(rows, SCALE_TILE_ROWS), triton.cdiv(cols, BLOCK_C)
+    row_tiles, col_blocks = ceil_div(rows, SCALE_TILE_ROWS), ceil_div(cols, BLOCK_C)
     grid = (shape[0] if len(shape) == 3 else 1) * row_tiles * col_blocks
     if grid:
         launch(

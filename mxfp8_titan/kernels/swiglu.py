@@ -13,7 +13,15 @@ from torch import Tensor
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED, GROUP_TILE, PLAIN, round_up
 from mxfp8_titan.kernels.e4m3 import CAST_BY_HAND, magnitude_bits, to_fp32
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import check_blocks, check_choices, check_groups, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import (
+    ceil_div,
+    check_blocks,
+    check_choices,
+    check_groups,
+    check_source,
+    launch,
+    register_op,
+)
 from mxfp8_titan.kernels.quantize import allocate_along_k, allocate_along_t
 from mxfp8_titan.kernels.tile import (
     TILE_T,
@@ -139,8 +147,8 @@ def _launch(
         *dh, h1, h3 = (tensor.contiguous() for tensor in inputs)
     blocked = scale_layout == BLOCKED
     rows_out = round_up(rows, BLOCK_SIZE)
-    tiles_t = triton.cdiv(rows_out + GROUP_TILE * num_groups * blocked, GROUP_TILE)
-    tiles_k = triton.cdiv(round_up(features, GROUP_TILE) if blocked else features, TILE_K)
+    tiles_t = ceil_div(rows_out + GROUP_TILE * num_groups * blocked, GROUP_TILE)
+    tiles_k = ceil_div(round_up(features, GROUP_TILE) if blocked else features, TILE_K)
     if tiles_t * tiles_k == 0:
         return
     # Directions that are not asked for get h1 in the place of their outputs, which is not touched.

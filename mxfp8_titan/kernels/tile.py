@@ -25,8 +25,10 @@ from mxfp8_titan.kernels.e4m3 import (
     e8m0_from_bits,
     inv_scale_from_e8m0,
     magnitude_bits,
+    max_in_pairs,
     max_of_pairs,
     pair_to_fp32,
+    pair_to_fp32_again,
     to_e4m3,
     to_fp32,
 )
@@ -83,13 +85,7 @@ def load_along_t(
     WORDS: load bf16 in 32-bit words, two neighbours each; see launch.can_load_words
     """
     if WORDS:
-        t, word = offsets_along_t(tile_k, TILE_K // 2, VEC // 2)
-        words = _load_words(x_ptr, stride_t, t, word, rows, K)
-        low, high = max_of_pairs(words, 2)
-        shape: tl.constexpr = [TILE_K // VEC, BLOCKS_T, VEC]
-        return tl.reshape(pair_to_fp32(words), [TILE_K // VEC, BLOCKS_T, BLOCK, VEC]), tl.reshape(
-            tl.join(low, high), shape
-        )
+        return unpack_along_t(load_words(x_ptr, stride_t, rows, tile_k, K, TILE_K, VEC), VEC)
     else:  # noqa: RET505 - one branch is compiled
         t, k = offsets_along_t(tile_k, TILE_K, VEC)
         x_ptrs = x_ptr + t.to(tl.int64) * stride_t + k.to(tl.int64) * stride_k
@@ -98,10 +94,22 @@ def load_along_t(
 
 
 @triton.jit
-def _load_words(x_ptr, stride_t, t, word, rows, K):
-    """Words number `word` of rows t. The sizes, multiples of 16 here, are halved so that the compiler knows as much."""
+def load_words(x_ptr, stride_t, rows, tile_k, K, TILE_K: tl.constexpr, VEC: tl.constexpr):
+    """A bf16 tile as int32 words of two neighbours (TILE_K / VEC, 4, 32, VEC / 2), zero past `rows` and K.
+
+    The sizes, multiples of 16 here, are halved in a way that leaves the compiler knowing as much.
+    """
+    t, word = offsets_along_t(tile_k, TILE_K // 2, VEC // 2)
     words = x_ptr.to(tl.pointer_type(tl.int32)) + t * (stride_t // 16 * 8) + word
     return tl.load(words, mask=(t < rows) & (word < K // 16 * 8), other=0)
+
+
+@triton.jit
+def unpack_along_t(words, VEC: tl.constexpr):
+    """What `load_along_t` returns, from the words of a tile."""
+    low, high = max_of_pairs(words, 2)
+    x = tl.reshape(pair_to_fp32(words), [words.shape[0], BLOCKS_T, BLOCK, VEC])
+    return x, tl.reshape(tl.join(low, high), [words.shape[0], BLOCKS_T, VEC])
 
 
 @triton.jit
@@ -136,6 +144,46 @@ def store_along_k(
     t, k = offsets_along_k(tile_k, TILE_K)
     out = data_ptr + row0 * K + t.to(tl.int64) * K + k
     tl.store(out, tl.reshape(to_e4m3(y), [TILE_T, TILE_K]), mask=(t < rows) & (k < K))
+    _store_scales_along_k(
+        byte, scale_ptr, scale_bytes, row0, rows, tile, tile_k, K, BLOCKED, GROUPS, TILE_K
+    )  # fmt: skip
+
+
+@triton.jit
+def store_words_along_k(
+    words, data_ptr, scale_ptr, scale_bytes, row0, rows, tile, tile_k, K,
+    ROUNDING: tl.constexpr, BLOCKED: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """`store_along_k` of a tile that is held for the other direction, as words (TILE_K / VEC, 4, 32, VEC / 2).
+
+    32 / VEC lanes share a block of each row. They exchange the maxima of two rows at once, packed in a word.
+    """
+    LANES: tl.constexpr = BLOCK // VEC
+    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
+    each = max_in_pairs(words, 3)
+    each = tl.maximum(each & 0x7FFF, each >> 16)
+    even, odd = tl.split(tl.reshape(each, [TILE_K // VEC, BLOCKS_T, BLOCK // 2, 2]))
+    low, high = max_of_pairs(tl.reshape(even | (odd << 16), [BLOCKS_K, LANES, BLOCKS_T, BLOCK // 2]), 1)
+    byte = e8m0_from_bits(tl.reshape(tl.join(low, high), [BLOCKS_K, BLOCKS_T, BLOCK]), ROUNDING)
+    inv_scale = tl.broadcast_to(inv_scale_from_e8m0(byte)[:, None, :, :], [BLOCKS_K, LANES, BLOCKS_T, BLOCK])
+    inv_scale = tl.reshape(inv_scale, [TILE_K // VEC, BLOCKS_T, BLOCK])
+    x = tl.reshape(pair_to_fp32_again(words), [TILE_K // VEC, BLOCKS_T, BLOCK, VEC])
+    t, k = offsets_along_t(tile_k, TILE_K, VEC)
+    out = data_ptr + row0 * K + t.to(tl.int64) * K + k
+    tl.store(out, to_e4m3(x * inv_scale[:, :, :, None]), mask=(t < rows) & (k < K))
+    byte = tl.reshape(tl.permute(byte, (1, 2, 0)), [TILE_T, BLOCKS_K])
+    _store_scales_along_k(
+        byte, scale_ptr, scale_bytes, row0, rows, tile, tile_k, K, BLOCKED, GROUPS, TILE_K
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_scales_along_k(
+    byte, scale_ptr, scale_bytes, row0, rows, tile, tile_k, K,
+    BLOCKED: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Stores byte (128, TILE_K / 32), plain or blocked."""
+    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
     if BLOCKED:
         PARTS: tl.constexpr = _SCALE_ROWS // TILE_K
         region = (tile.to(tl.int64) * tl.cdiv(K, _SCALE_ROWS) + tile_k // PARTS) * _SCALE_TILE
@@ -144,6 +192,7 @@ def store_along_k(
         byte = tl.permute(tl.reshape(byte, [4, 32, BLOCKS_K]), (1, 0, 2))
         store_blocked(scale_ptr, region, byte, scale_bytes, 4, BLOCKS_K, GROUPS > 0)
     else:
+        t = tl.arange(0, TILE_T)[:, None]
         cols = K // BLOCK
         col = tile_k * BLOCKS_K + tl.arange(0, BLOCKS_K)[None, :]
         out = scale_ptr + row0 * cols + t.to(tl.int64) * cols + col

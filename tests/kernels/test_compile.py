@@ -1,0 +1,209 @@
+"""Every kernel compiles for Hopper and Blackwell, without a GPU, within its budget of registers and without spills.
+
+The bounds are what the layouts in kernels/tile.py promise. A Triton that assigns dims to threads another way would
+still give right answers, but need more registers or shuffle along T, and fail here.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import triton
+from conftest import INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mxfp8_titan.format import BLOCKED, PLAIN, RCEIL
+from mxfp8_titan.kernels import (
+    quantize,
+    quantize_32x32,
+    quantize_aligned,
+    quantize_aligned_t,
+    scale_swizzle,
+    swiglu,
+)
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="runs without TRITON_INTERPRET: it compiles")
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+POINTERS = {
+    "x_ptr": "*bf16",
+    "w_ptr": "*bf16",
+    "h1_ptr": "*bf16",
+    "h3_ptr": "*bf16",
+    "dh_ptr": "*bf16",
+    "group_ends_ptr": "*i32",
+    "amax_ptr": "*i32",
+    "row_scale_ptr": "*fp32",
+    "scale_ptr": "*fp32",
+    "out_ptr": "*i32",
+}
+DIVISIBLE = {"T", "T_OUT", "N", "K", "R", "C", "out_words"}
+"""Sizes that are multiples of 16 in training, as strides are; Triton compiles for that."""
+
+
+def argument_type(name):
+    if not name.endswith("_ptr"):
+        return "i32"
+    return POINTERS.get(name, "*u8" if "scale" in name else "*fp8e4nv")
+
+
+def compile_kernel(kernel, capability, num_warps, maxnreg=None, types=None, **constants):
+    constants |= {name: 1 for name in kernel.arg_names if name in ("stride_xk", "stride_wk", "stride_hk")}
+    if constants.pop("ROW_MAJOR_SCALES", False):
+        constants |= {"stride_c": 1, "ROW_MAJOR": True}
+    types = types or {}
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else types.get(name, argument_type(name))
+        divisible = name.endswith("_ptr") or name.startswith("stride") or name in DIVISIBLE
+        if name not in constants and divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=indexed, attrs=attributes)
+    options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(compiled):
+    """(registers, bytes of stack, SASS) of a compiled kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage, sass = (
+            subprocess.run([CUOBJDUMP, flag, path], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    return int(found[1]), int(found[2]), sass
+
+
+def quantize_case(along_k, along_t, layout, groups=0):
+    config = quantize._config(along_k, along_t, layout)
+    return quantize.quantize_kernel, {
+        "num_warps": config.num_warps,
+        "maxnreg": config.maxnreg,
+        "ROUNDING": RCEIL,
+        "ALONG_K": along_k,
+        "ALONG_T": along_t,
+        "BLOCKED": layout == BLOCKED,
+        "GROUPS": groups,
+        "WORDS": True,
+        "TILE_K": config.tile_k,
+        "VEC": config.vec,
+        "BAND": config.band,
+        "HOLD": config.hold,
+    }
+
+
+def aligned_case(features, with_amax, groups=0):
+    head, tail = quantize_aligned.row_parts(features)
+    return quantize_aligned.aligned_along_k_kernel, {
+        "num_warps": head // quantize_aligned.ELEMENTS_PER_WARP,
+        "ROUNDING": RCEIL,
+        "WITH_AMAX": with_amax,
+        "GROUPS": groups,
+        "HEAD": head,
+        "TAIL": tail,
+        "STAGES": quantize_aligned.AMAX_STAGES,
+    }
+
+
+def requantize_case(groups):
+    return quantize_aligned_t.aligned_along_t_kernel, {
+        "num_warps": quantize_aligned_t.NUM_WARPS,
+        "types": {"x_ptr": "*fp8e4nv", "amax_ptr": "*fp32"},
+        "ROUNDING": RCEIL,
+        "FROM_FP8": True,
+        "GROUPS": groups,
+        "TILE_K": quantize_aligned_t.TILE_K,
+        "VEC": quantize_aligned_t.VEC,
+        "BAND": quantize_aligned_t.BAND,
+    }
+
+
+def square_case(layout):
+    return quantize_32x32.quantize_32x32_kernel, {
+        "num_warps": quantize_32x32.NUM_WARPS,
+        "ROUNDING": RCEIL,
+        "BLOCKED": layout == BLOCKED,
+        "WORDS": True,
+        "VEC": quantize_32x32.VEC,
+        "BAND": quantize_32x32.BAND,
+    }
+
+
+def swizzle_case(case, groups, tiles):
+    return scale_swizzle.swizzle_kernel, {
+        "num_warps": scale_swizzle.NARROW_WARPS if tiles == scale_swizzle.NARROW else scale_swizzle.WIDE_WARPS,
+        "types": {"scale_ptr": "*u8"},
+        "CASE": case,
+        "GROUPS": groups,
+        "ROW_MAJOR_SCALES": True,
+        "WORDS": True,
+        "TILES": tiles,
+    }
+
+
+def swiglu_case(backward, along_t):
+    return swiglu.swiglu_kernel, {
+        "num_warps": swiglu.NUM_WARPS,
+        "ROUNDING": RCEIL,
+        "BACKWARD": backward,
+        "ALONG_K": True,
+        "ALONG_T": along_t,
+        "BLOCKED": False,
+        "GROUPS": 0,
+        "TILE_K": swiglu.TILE_K,
+        "VEC": swiglu.VEC,
+        "BAND": swiglu.BAND,
+    }
+
+
+CASES = {
+    # name: (kernel and its constants, most registers, most bytes of stack)
+    "along_k": (quantize_case(True, False, PLAIN), 64, 0),
+    "along_k blocked groups": (quantize_case(True, False, BLOCKED, 8), 64, 0),
+    "along_t": (quantize_case(False, True, PLAIN), 104, 0),
+    "along_t blocked groups": (quantize_case(False, True, BLOCKED, 8), 168, 0),
+    "both": (quantize_case(True, True, PLAIN), 128, 0),
+    "both blocked": (quantize_case(True, True, BLOCKED), 168, 64),
+    "aligned 5120": (aligned_case(5120, False), 64, 0),
+    "aligned 8192": (aligned_case(8192, False), 64, 0),
+    "aligned 5120 with maxima": (aligned_case(5120, True, 8), 168, 0),
+    "aligned 8192 with maxima": (aligned_case(8192, True, 8), 128, 0),
+    "requantize": (requantize_case(8), 96, 0),
+    "32x32": (square_case(PLAIN), 128, 0),
+    "32x32 blocked": (square_case(BLOCKED), 128, 0),
+    "swizzle k groups": (swizzle_case(2, 16, scale_swizzle.NARROW), 72, 0),
+    "swizzle t groups": (swizzle_case(1, 8, scale_swizzle.WIDE), 96, 0),
+    "swiglu": (swiglu_case(False, True), 80, 0),
+    "swiglu backward": (swiglu_case(True, False), 96, 0),
+}
+"""Stack above 0 is spilled registers, kept where fewer programs at once measured slower."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_for_hopper_within_its_registers(name):
+    (kernel, constants), most_registers, most_stack = CASES[name]
+    registers, stack, _ = resources(compile_kernel(kernel, 90, **constants))
+    assert registers <= most_registers
+    assert stack <= most_stack
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_for_blackwell(name):
+    (kernel, constants), _, _ = CASES[name]
+    assert "cubin" in compile_kernel(kernel, 100, **constants).asm
+
+
+@pytest.mark.parametrize("layout", [PLAIN, BLOCKED])
+def test_the_maximum_along_t_never_leaves_a_thread(layout):
+    kernel, constants = quantize_case(False, True, layout)
+    sass = resources(compile_kernel(kernel, 90, **constants))[2]
+    assert "SHFL" not in sass
+    assert "REDUX" not in sass
+    assert "LDG.E.64" in sass
+    assert "STG.E.128" in sass
