@@ -3,8 +3,8 @@
 Everything is set by environment variables (`USAGE` lists them), as torchtitan's own run_train.sh does.
 """
 
+import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxfp8_titan.report.draw import draw_run
-from mxfp8_titan.report.run_log import closing_lines, first_non_finite, read_steps
+import tomli
+
+from mxfp8_titan.report.finish import finish
 
 ROOT = Path(__file__).resolve().parents[1]
-
-_ERROR = re.compile(r"^(\[rank\d+\]:)?(error( \(rank \d+\))?|[\w.]*Error): ")
-"""A refusal of this project, or the last line of a traceback."""
 
 USAGE = """usage: [VARIABLE=value ...] ./llama4.sh [torchtitan flags]
 
@@ -34,8 +32,8 @@ Trains Llama4 with torchtitan and prints median tokens/second and peak memory at
   NGPU                  processes, one a GPU. Default: every visible GPU; 2 without a GPU.
   CUDA_VISIBLE_DEVICES  the GPUs to use.
   STEPS                 training steps. Default: the TOML's.
-  LOG_DIR               folder for the log and the loss curve. Default: logs/ of this project.
-  LOG_RANK              ranks whose output is shown, 0 or 0,1. Default: 0.
+  LOG_DIR               folder for the log, each rank's own output and the loss curve. Default: logs/ of this project.
+  LOG_RANK              ranks whose output is shown, 0 or 0,1. Default: the first that knows the loss.
   TORCHTITAN_ROOT       a torchtitan 0.2.2 checkout to use instead of the installed package.
 """
 
@@ -94,61 +92,88 @@ def make_job(env: Mapping[str, str], flags: list[str], machine: Machine) -> Job:
         args.append(f"--training.steps={steps}")
     args += _split(env["EXTRA_ARGS"]) if "EXTRA_ARGS" in env else MXFP8_EVERYWHERE
     args += flags
+    log_dir = Path(env.get("LOG_DIR") or ROOT / "logs").absolute()
+    if log_dir.exists() and not log_dir.is_dir():
+        raise ValueError(f"LOG_DIR={env['LOG_DIR']} is a file, needs a folder (it is made if it does not exist)")
+    log = log_dir / f"llama4-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
         # Port 0 takes a free one, so that two jobs can run side by side.
-        "--rdzv-endpoint=localhost:0", f"--local-ranks-filter={env.get('LOG_RANK') or '0'}", "--role=rank", "--tee=3",
-        "-m", "mxfp8_titan.train",
+        "--rdzv-endpoint=localhost:0", "--role=rank", "--tee=3", f"--log-dir={log.with_suffix('')}",
+        f"--local-ranks-filter={_shown_ranks(env, processes, args, config)}", "-m", "mxfp8_titan.train",
     ]  # fmt: skip
-    log_dir = Path(env.get("LOG_DIR") or ROOT / "logs").absolute()
-    log = log_dir / f"llama4-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     return Job([*torchrun, *args], _environment(env, machine, processes), log)
 
 
+def _shown_ranks(env: Mapping[str, str], processes: int, args: list[str], config: Path) -> str:
+    """LOG_RANK, or the rank that knows the loss: the first of the last pipeline stage."""
+    given = env.get("LOG_RANK", "").strip()
+    if not given:
+        stages = _pipeline_stages(args, config)
+        return str(processes // stages * (stages - 1)) if 0 < stages <= processes else "0"
+    ranks = given.split(",")
+    if not all(rank.strip().isdecimal() and int(rank) < processes for rank in ranks):
+        raise ValueError(f"LOG_RANK={given!r}, needs ranks between 0 and {processes - 1}, such as 0 or 0,1")
+    return given
+
+
+def _pipeline_stages(args: list[str], config: Path) -> int:
+    """parallelism.pipeline_parallel_degree of the job; 1 where it cannot be read, which training then says."""
+    value = "1"
+    with contextlib.suppress(tomli.TOMLDecodeError, UnicodeDecodeError, AttributeError):
+        value = tomli.loads(config.read_text()).get("parallelism", {}).get("pipeline_parallel_degree", value)
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        key, equals, inline = arg.partition("=")
+        if key.replace("-", "_") == "__parallelism.pipeline_parallel_degree":
+            value = inline if equals else following
+    return int(value) if str(value).isdecimal() else 1
+
+
 def run(job: Job) -> int:
-    """Run `job`, showing and keeping its output. Its exit code; 1 for a job that ends well with a loss that is not
-    finite, or without a logged step."""
+    """Run `job`, showing and keeping its output; its exit code. The job ends when this process is told to end, or when
+    nobody reads its output any more."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     print(f"log: {job.log}\n$ {shlex.join(job.command)}", flush=True)
-    with open(job.log, "w") as log:
+    told: list[int] = []
+    children: list[subprocess.Popen] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        told.append(number)
+        for child in children:
+            # torchrun ends its workers on a TERM.
+            child.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    with open(job.log, "w", buffering=1) as log:
         log.write(f"$ {shlex.join(job.command)}\n")
-        log.flush()
-        process = subprocess.Popen(
-            job.command, env=job.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        # In a session of its own, so that Ctrl-C comes through here and is passed on once.
+        child = subprocess.Popen(
+            job.command,
+            env=job.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
-        # Ctrl-C reaches torchrun by itself; a TERM sent to this process alone has to be passed on.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            log.write(line)
-        code = process.wait()
-    return finish(job.log, code)
-
-
-def finish(log: Path, code: int) -> int:
-    """Print how the run in `log` went; its two closing lines last. The exit code for the whole."""
-    # A process ended by a signal has a negative code, which a shell spells 128 + signal.
-    code = 128 - code if code < 0 else code
-    steps = read_steps(log)
-    bad = first_non_finite(steps)
-    if bad:
-        print(f"error: the loss is {bad.loss} at step {bad.step}. Log: {log}")
-        return code or 1
-    if code:
-        print(f"error: training failed with exit code {code}. Log: {log}")
-        errors = [line for line in log.read_text(errors="replace").splitlines() if _ERROR.search(line)]
-        print("\n".join(errors[:1]))
-        return code
-    if not steps:
-        print(f"error: no training step was logged. Log: {log}")
-        return 1
-    picture = log.with_suffix(".png")
-    draw_run(steps, log.stem, picture)
-    print(f"loss curve: {picture}\nlog: {log}")
-    print("\n".join(closing_lines(steps)), flush=True)
-    return 0
+        children.append(child)
+        try:
+            if told:
+                child.terminate()
+            for line in child.stdout:
+                log.write(line)
+                sys.stdout.write(line)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # `llama4.sh | head`: end as a program that writes to a closed pipe does, without a second complaint.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            told.append(signal.SIGPIPE)
+        finally:
+            if child.poll() is None and told:
+                child.terminate()
+            code = child.wait()
+    return finish(job.log, -told[0] if told else code)
 
 
 def _positive_int(env: Mapping[str, str], name: str) -> int | None:
@@ -200,6 +225,8 @@ def _environment(env: Mapping[str, str], machine: Machine, processes: int) -> di
         paths.append(env["PYTHONPATH"])
     threads = str(max(1, machine.cores // processes))
     defaults = {"OMP_NUM_THREADS": threads, "PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+    # Files in the folder where the user stands must not shadow installed packages (Python 3.11 and later).
+    defaults["PYTHONSAFEPATH"] = "1"
     return {**defaults, **env, "PYTHONPATH": os.pathsep.join(paths)}
 
 

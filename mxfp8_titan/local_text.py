@@ -65,8 +65,8 @@ def _read_texts(path: str) -> tuple[str, ...]:
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            # The standard library's own tests hold files in other encodings.
+        except (UnicodeDecodeError, OSError):
+            # The standard library's own tests hold files in other encodings; editors leave dangling links.
             continue
         if text.strip():
             texts.append(text)
@@ -91,10 +91,12 @@ def tokenizer_folder(path: str, vocab_size: int = VOCAB_SIZE) -> str:
     for text in texts:
         digest.update(text.encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mxfp8_titan"
+    if any(parent.exists() and not parent.is_dir() for parent in (cache, *cache.parents)):
+        raise ValueError(f"the tokenizer's cache folder {cache} cannot be made; set XDG_CACHE_HOME to another folder")
     folder = cache / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        # The config is written last, so a folder that has it is whole even after a kill.
+        # The config is put in place last, so a folder that has it is whole even after a kill.
         if not (folder / "tokenizer_config.json").exists():
             logger.info(f"training a {vocab_size}-entry tokenizer on {len(texts)} files, once, into {folder}")
             _train_tokenizer(texts, vocab_size, folder)
@@ -114,4 +116,6 @@ def _train_tokenizer(texts: tuple[str, ...], vocab_size: int, folder: Path) -> N
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS}))
+    unfinished = folder / "unfinished.json"
+    unfinished.write_text(json.dumps({"bos_token": BOS, "eos_token": EOS}))
+    unfinished.replace(folder / "tokenizer_config.json")

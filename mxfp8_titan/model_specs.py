@@ -7,6 +7,7 @@ that does not fit the model; the second stops a run whose loss is no longer fini
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -24,12 +25,30 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class FiniteLossMetrics(MetricsProcessor):
-    """torchtitan's metrics, and an error at the first logged loss that is not finite."""
+    """torchtitan's metrics, and an error at the first logged loss or gradient norm that is not finite.
 
-    def log(self, step: int, global_avg_loss: float, *args, **kwargs) -> None:
-        super().log(step, global_avg_loss, *args, **kwargs)
-        if not math.isfinite(global_avg_loss):
-            raise NonFiniteLossError(f"the loss is {global_avg_loss} at step {step}: stopped")
+    The last step and each step that ends in a checkpoint are logged too: torchtitan saves after it logs, so that no
+    checkpoint is written of weights that are no numbers.
+    """
+
+    def should_log(self, step: int) -> bool:
+        checkpoint = self.job_config.checkpoint
+        saves = checkpoint.enable and step % checkpoint.interval == 0
+        return super().should_log(step) or saves or step == self.job_config.training.steps
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        # A gradient norm that is not finite has already reached the weights, whatever this step's loss was.
+        for name, value in (("loss", global_avg_loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                raise NonFiniteLossError(f"the {name} is {value} at step {step}: stopped before anything is saved")
 
 
 def register() -> None:

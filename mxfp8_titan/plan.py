@@ -6,7 +6,7 @@ Takes the same TOML and flags as training. Builds the model on the meta device: 
 import sys
 from typing import TYPE_CHECKING
 
-from mxfp8_titan.train import parse_or_refuse, prepare_host, refuse
+from mxfp8_titan.train import REFUSALS, parse_or_refuse, prepare_host, refuse
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -21,9 +21,10 @@ def main() -> None:
 
     job_config = parse_or_refuse(sys.argv[1:])
     try:
+        preflight.import_custom_module(job_config)
         model = preflight.meta_model(job_config)
         plan = preflight.conversion_plan(job_config, model)
-    except (ValueError, TypeError) as error:
+    except REFUSALS as error:
         refuse(error)
     print(render(job_config, plan))
 

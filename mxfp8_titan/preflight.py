@@ -1,18 +1,26 @@
 """Everything about a job that can be found wrong without a process group or a GPU, found before either is touched."""
 
 import copy
+import importlib
+import os
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls as CONVERTERS
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
-from mxfp8_titan import plugin  # noqa: F401 - the config names what it registers
+from mxfp8_titan import local_text, plugin  # noqa: F401 - the config names what plugin registers
 from mxfp8_titan.backends.select import current_device, select
 from mxfp8_titan.converter import mx_section, tensor_parallel_degrees
+from mxfp8_titan.job_args import read_toml
 from mxfp8_titan.job_config import did_you_mean
 from mxfp8_titan.selection import Plan, make_plan
 
@@ -23,25 +31,117 @@ def parse(args: list[str]) -> JobConfig:
     Raises: ValueError or TypeError for keys and values it refuses, OSError for a file it cannot read; SystemExit
         for command-line arguments it refuses (it has printed why).
     """
-    return ConfigManager().parse_args(args)
+    manager = ConfigManager()
+    toml = read_toml(args)
+    if toml:
+        # torchtitan puts the TOML's values where the annotations promise something else.
+        config_cls = manager._maybe_add_custom_config(args, toml)
+        _check_types(manager._dict_to_dataclass(config_cls, toml), "")
+    return manager.parse_args(args)
+
+
+def _check_types(config: Any, path: str) -> None:
+    for field in fields(config):
+        value, name = getattr(config, field.name), f"{path}{field.name}"
+        if is_dataclass(field.type):
+            if not is_dataclass(value):
+                raise TypeError(f"{name} is {value!r}, needs a table: [{name}]")
+            _check_types(value, f"{name}.")
+        elif not _fits(value, field.type):
+            raise TypeError(f"{name} is {value!r}, needs {getattr(field.type, '__name__', field.type)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in options)
+    if origin is Literal:
+        return value in options
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def check(job_config: JobConfig) -> None:
     """Refuse a job that would fail after start-up.
 
-    Raises: ValueError or TypeError that says which setting, what it got and what it needs.
+    Raises: ValueError or TypeError that says which setting, what it got and what it needs; ImportError for a
+        custom_import that cannot be imported.
     """
-    if isinstance(job_config.model.converters, str):
-        raise TypeError(
-            f'model.converters is the string {job_config.model.converters!r}, needs a list: converters = ["mx"]'
-        )
-    for name in job_config.model.converters:
+    import_custom_module(job_config)
+    names = job_config.model.converters
+    for name in names:
         _known("model.converters", name, CONVERTERS)
-    _known("training.dataset", job_config.training.dataset, DATASETS)
+    if len(set(names)) != len(names):
+        raise ValueError(f"model.converters is {','.join(names)}, needs each name once")
+    _known("training.dataset", job_config.training.dataset.lower(), DATASETS)
+    _known("training.dtype", job_config.training.dtype, TORCH_DTYPE_MAP)
+    _check_sizes(job_config)
+    _check_degrees(job_config)
     model = meta_model(job_config)
-    if "mx" in job_config.model.converters:
+    if "mx" in names:
         select(mx_section(job_config).recipe_name, current_device())
         conversion_plan(job_config, model)
+
+
+def import_custom_module(job_config: JobConfig) -> None:
+    """Import experimental.custom_import: it may register converters, datasets, flavors and models that the job names.
+
+    Raises: ImportError when it cannot be imported.
+    """
+    if job_config.experimental.custom_import:
+        importlib.import_module(job_config.experimental.custom_import)
+
+
+def _check_sizes(job_config: JobConfig) -> None:
+    training, metrics = job_config.training, job_config.metrics
+    sizes = {
+        "training.seq_len": training.seq_len,
+        "training.local_batch_size": training.local_batch_size,
+        "training.steps": training.steps,
+        "metrics.log_freq": metrics.log_freq,
+        "checkpoint.interval": job_config.checkpoint.interval,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, needs a whole number from 1 up")
+    is_local = training.dataset.lower() == local_text.DATASET
+    if is_local and training.dataset_path and not Path(training.dataset_path).exists():
+        raise ValueError(f"training.dataset_path is {training.dataset_path}, needs a file or folder that exists")
+
+
+def _check_degrees(job_config: JobConfig) -> None:
+    parallelism, training = job_config.parallelism, job_config.training
+    if job_config.comm.mode != "default":
+        # A dry run takes its world size from elsewhere.
+        return
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        degrees = ParallelDims(
+            dp_shard=parallelism.data_parallel_shard_degree,
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+            pp=parallelism.pipeline_parallel_degree,
+            ep=parallelism.expert_parallel_degree,
+            etp=parallelism.expert_tensor_parallel_degree,
+            world_size=world_size,
+        )
+    except AssertionError as error:
+        raise ValueError(
+            f"parallelism does not fit {world_size} processes: {error or 'a degree is too large'}"
+        ) from None
+    ranks_with_data = degrees.dp_replicate * degrees.dp_shard
+    per_pass = training.local_batch_size * ranks_with_data
+    if training.global_batch_size > 0 and training.global_batch_size % per_pass != 0:
+        raise ValueError(
+            f"training.global_batch_size is {training.global_batch_size}, needs a multiple of {per_pass}: "
+            f"local_batch_size {training.local_batch_size} x {ranks_with_data} data-parallel ranks"
+        )
 
 
 def meta_model(job_config: JobConfig) -> nn.Module:

@@ -130,8 +130,9 @@ def _why_sizes_do_not_fit(sizes: dict[str, int], shards: int) -> str:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """GroupedExperts, and what looks like experts of another kind: it has 3D parameters of its own."""
-    return isinstance(module, GroupedExperts) or any(p.dim() == 3 for p in module.parameters(recurse=False))
+    """GroupedExperts, and experts of another kind: a class so named, with 3D parameters of its own."""
+    stacked = any(p.dim() == 3 for p in module.parameters(recurse=False))
+    return isinstance(module, GroupedExperts) or (type(module).__name__.endswith("Experts") and stacked)
 
 
 def _check_entries(model: nn.Module, mx: MX) -> None:
@@ -151,7 +152,7 @@ def _check_entries(model: nn.Module, mx: MX) -> None:
 def _check_matches(key: str, entry: str, candidates: list[str], kind: str, names: list[str], hint: str = "") -> None:
     if any(matches(entry, name) for name in candidates):
         return
-    near = _near_matches(entry, candidates)
+    near = [name for name in _near_matches(entry, candidates) if name]
     near_text = f" Near matches: {', '.join(near)}." if near else ""
     if not candidates:
         near_text = f" The model has no {kind}."

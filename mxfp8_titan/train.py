@@ -7,16 +7,20 @@ Without a GPU, torch draws the same initial values on every rank, so that with t
 weight equals the other. Comparisons on a CPU start from a seed checkpoint made by one process.
 """
 
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from mxfp8_titan.job_args import add_config_hook
+
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
-CONFIG_HOOK = "--job.custom_config_module=mxfp8_titan.job_config"
+REFUSALS = (ValueError, TypeError, OSError, ImportError)
+"""What a mistake in a job raises before it starts."""
 
 
 def main() -> None:
@@ -30,40 +34,21 @@ def main() -> None:
 
 def prepare_host() -> None:
     """What must be in place before torchtitan is imported: its arguments, defaults of a single process, the CPU."""
-    # torchtitan.config binds sys.argv when it is imported.
-    sys.argv[1:] = add_config_hook(sys.argv[1:])
+    try:
+        # torchtitan.config binds sys.argv when it is imported.
+        sys.argv[1:] = add_config_hook(sys.argv[1:])
+    except REFUSALS as error:
+        refuse(error)
     if "RANK" not in os.environ:
         # What torchrun would set; port 0 takes a free one.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         os.environ.update(alone)
+    # torchtitan warns that the path which asks for the local tokenizer does not exist; it is not meant to.
+    logging.getLogger().addFilter(lambda record: "path local_text does not exist" not in record.getMessage())
     if not torch.cuda.is_available():
         from mxfp8_titan import cpu_host
 
         cpu_host.install()
-
-
-def add_config_hook(args: list[str]) -> list[str]:
-    """`args` with the hook for the [mx] section, unless they or their TOML name a config module of their own."""
-    keys = [arg.split("=")[0].replace("-", "_") for arg in args]
-    if "__job.custom_config_module" in keys or _toml_names_a_config_module(args, keys):
-        return list(args)
-    return [CONFIG_HOOK, *args]
-
-
-def _toml_names_a_config_module(args: list[str], keys: list[str]) -> bool:
-    if "__job.config_file" not in keys:
-        return False
-    index = keys.index("__job.config_file")
-    path = args[index].split("=", 1)[1] if "=" in args[index] else " ".join(args[index + 1 : index + 2])
-    import tomli
-
-    try:
-        with open(path, "rb") as file:
-            job = tomli.load(file).get("job", {})
-    except (OSError, tomli.TOMLDecodeError):
-        # torchtitan reads the file again and says what is wrong with it.
-        return False
-    return isinstance(job, dict) and bool(job.get("custom_config_module"))
 
 
 def parse_or_refuse(args: list[str]) -> "JobConfig":
@@ -72,7 +57,7 @@ def parse_or_refuse(args: list[str]) -> "JobConfig":
 
     try:
         return preflight.parse(args)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except REFUSALS as error:
         refuse(error)
 
 
@@ -82,7 +67,7 @@ def check_or_refuse(job_config: "JobConfig") -> None:
 
     try:
         preflight.check(job_config)
-    except (ValueError, TypeError) as error:
+    except REFUSALS as error:
         refuse(error)
 
 

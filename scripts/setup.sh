@@ -1,7 +1,9 @@
 # Sourced by llama4.sh and test.sh. find_python EXTRA: set PYTHON to an interpreter with everything that this
 # project needs (and the EXTRA group of pyproject.toml): the active one if it has it, else .venv, made on first use.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." >/dev/null && pwd)
+# Files in the folder where the user stands must not shadow installed packages (Python 3.11 and later).
+export PYTHONSAFEPATH=1
 
 has_requirements() { # python extra
     "$1" - "$root/pyproject.toml" "$2" <<'PY' 2>/dev/null
@@ -45,10 +47,12 @@ find_python() { # extra
             exit 1
         fi
         echo "Setting up $venv (once; a few minutes)" >&2
+        "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear "$venv"
         # A torch that is already there serves: no second download of gigabytes.
-        local site=()
-        if has_torch "$base"; then site=(--system-site-packages); fi
-        [ -x "$venv/bin/python" ] || "$base" -m venv "${site[@]+"${site[@]}"}" "$venv"
+        if has_torch "$base"; then
+            "$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+                >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active_python.pth"
+        fi
         "$venv/bin/python" -m pip install --disable-pip-version-check -q -e "$root${1:+[$1]}"
         if ! has_requirements "$venv/bin/python" "$1"; then
             echo "error: $venv does not have what pyproject.toml asks for; remove it and run again" >&2

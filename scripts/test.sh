@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests that this machine can run: ./test.sh [pytest arguments, which then replace the two default runs]
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 find_python test
 cd "$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,9 +1,12 @@
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mxfp8_titan.launch import MXFP8_EVERYWHERE, Machine, finish, make_job
-from tests.log_lines import log_line
+from mxfp8_titan.launch import MXFP8_EVERYWHERE, ROOT, Machine, make_job
 
 CPU = Machine(gpus=0, gpu_gib=0, cores=8)
 H200 = Machine(gpus=1, gpu_gib=139, cores=16)
@@ -117,34 +120,65 @@ def test_cores_are_shared_out_and_the_user_s_own_setting_wins():
     assert make_job({"OMP_NUM_THREADS": "1"}, [], CPU).env["OMP_NUM_THREADS"] == "1"
 
 
-def _finish(tmp_path, text, code=0):
-    log = tmp_path / "run.log"
-    log.write_text(text)
-    return finish(log, code)
-
-
-def test_a_good_run_ends_with_the_two_lines(tmp_path, capsys):
-    assert _finish(tmp_path, log_line(1) + log_line(2, tps=50) + log_line(3, tps=70)) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "Median Tokens/Second (excluding step 1): 60.0",
-        "Max Memory Usage: 10.00 GiB",
-    ]
-    assert (tmp_path / "run.png").exists()
-
-
 @pytest.mark.parametrize(
-    ("text", "code", "message"),
+    ("env", "flags", "shown"),
     [
-        (log_line(1), 3, "training failed with exit code 3"),
-        (log_line(1) + log_line(2, loss=float("nan")), 0, "the loss is nan at step 2"),
-        ("nothing\n", 0, "no training step was logged"),
-        ("[rank0]:error: mx.wgrad is 'x'\n", 2, "mx.wgrad is 'x'"),
-        ("[rank0]:torch.OutOfMemoryError: CUDA out of memory.\n", 1, "CUDA out of memory"),
-        ("", -9, "exit code 137"),
+        ({}, [], "0"),
+        ({"LOG_RANK": "0,3"}, [], "0,3"),
+        ({}, ["--parallelism.pipeline_parallel_degree=2"], "2"),
+        ({}, ["--parallelism.pipeline-parallel-degree", "4"], "3"),
+        ({"EXTRA_ARGS": "--parallelism.pipeline_parallel_degree=4"}, [], "3"),
     ],
 )
-def test_a_failed_run_says_why_and_ends_non_zero_without_the_two_lines(text, code, message, tmp_path, capsys):
-    assert _finish(tmp_path, text, code) > 0
-    out = capsys.readouterr().out
-    assert message in out
-    assert "Median" not in out
+def test_the_rank_that_knows_the_loss_is_shown(env, flags, shown):
+    assert f"--local-ranks-filter={shown}" in make_job({"NGPU": "4", **env}, flags, CPU).command
+
+
+def test_pipeline_stages_in_the_toml_count_too(tmp_path):
+    config = tmp_path / "job.toml"
+    config.write_text("[parallelism]\npipeline_parallel_degree = 2\n")
+    assert "--local-ranks-filter=2" in make_job({"NGPU": "4", "CONFIG_FILE": str(config)}, [], CPU).command
+
+
+@pytest.mark.parametrize("rank", ["2", "abc", "0,", "-1"])
+def test_ranks_that_do_not_exist_are_refused(rank):
+    with pytest.raises(ValueError, match="LOG_RANK=.* needs ranks between 0 and 1"):
+        make_job({"NGPU": "2", "LOG_RANK": rank}, [], CPU)
+
+
+def test_a_log_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="LOG_DIR=.* is a file, needs a folder"):
+        make_job({"LOG_DIR": str(tmp_path / "file")}, [], CPU)
+
+
+def _sleeper(tmp_path, code="import time; print('ready', flush=True); time.sleep(60)"):
+    """A launcher in a process of its own whose job is `code`; and that job's process number, once it runs."""
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import os, sys; from pathlib import Path; from mxfp8_titan.launch import Job, run\n"
+        f"sys.exit(run(Job([sys.executable, '-c', {code!r}], dict(os.environ), Path({str(tmp_path / 'log.txt')!r}))))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    launcher = subprocess.Popen([sys.executable, script], env=env, stdout=subprocess.PIPE, text=True)
+    for line in launcher.stdout:
+        if line.startswith("ready"):
+            break
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return launcher, int(children[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_alone_ends_the_job(number, tmp_path):
+    launcher, child = _sleeper(tmp_path)
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=20) == 128 + number
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_reader_that_goes_away_ends_the_job(tmp_path):
+    code = "import time\nfor i in range(600): print('ready', flush=True); time.sleep(0.1)"
+    launcher, child = _sleeper(tmp_path, code)
+    launcher.stdout.close()
+    assert launcher.wait(timeout=20) == 128 + signal.SIGPIPE
+    assert not Path(f"/proc/{child}").exists()

@@ -28,8 +28,9 @@ ALLOWED = {
     "model_specs": {"local_text"},
     "plugin": {"converter", "flavors", "local_text", "model_specs"},
     "cpu_host": set(),
-    "preflight": {"plugin", "converter", "selection", "backends", "job_config"},
-    "train": {"cpu_host", "preflight"},
+    "job_args": {"job_config"},
+    "preflight": {"plugin", "converter", "selection", "backends", "job_config", "job_args", "local_text"},
+    "train": {"cpu_host", "preflight", "job_args"},
     "plan": {"train", "preflight", "backends", "selection"},
     "launch": {"report"},
 }

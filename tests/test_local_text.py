@@ -22,6 +22,7 @@ def texts(tmp_path, monkeypatch):
     (folder / "empty.py").write_text("  \n")
     (folder / "site-packages" / "other.py").write_text("not this")
     (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / ".#lock.py").symlink_to("/nonexistent/target")
     local_text._read_texts.cache_clear()
     yield folder
     local_text._read_texts.cache_clear()
@@ -114,3 +115,10 @@ def test_torchtitan_s_loader_reads_it_per_rank_and_resumes(texts):
     rest = loader()
     rest.load_state_dict(state)
     assert head + [x["input"].tolist() for x, _ in rest] == samples
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(texts, monkeypatch):
+    (texts.parent / "a file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(texts.parent / "a file" / "cache"))
+    with pytest.raises(ValueError, match="cache folder .*a file.* cannot be made; set XDG_CACHE_HOME"):
+        local_text.tokenizer_folder(str(texts))

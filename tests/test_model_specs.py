@@ -50,11 +50,25 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_the_first_loss_that_is_not_finite_raises(bad, monkeypatch):
+def test_the_first_loss_or_gradient_norm_that_is_not_finite_raises(bad, monkeypatch):
     logged = []
     monkeypatch.setattr("torchtitan.components.metrics.MetricsProcessor.log", lambda self, *a, **k: logged.append(a))
     metrics = object.__new__(FiniteLossMetrics)
     metrics.log(1, 2.0, 2.0, 1.0)
-    with pytest.raises(NonFiniteLossError, match="at step 2"):
+    with pytest.raises(NonFiniteLossError, match="the loss is .* at step 2"):
         metrics.log(2, bad, bad, 1.0)
-    assert len(logged) == 2
+    with pytest.raises(NonFiniteLossError, match="the gradient norm is .* at step 3"):
+        metrics.log(3, 2.0, 2.0, bad)
+    assert len(logged) == 3
+
+
+def test_the_last_step_and_every_step_that_saves_are_logged():
+    metrics = object.__new__(FiniteLossMetrics)
+    metrics.job_config = SimpleNamespace(
+        metrics=SimpleNamespace(log_freq=10),
+        checkpoint=SimpleNamespace(enable=True, interval=4),
+        training=SimpleNamespace(steps=19),
+    )
+    assert [step for step in range(1, 20) if metrics.should_log(step)] == [1, 4, 8, 10, 12, 16, 19]
+    metrics.job_config.checkpoint.enable = False
+    assert [step for step in range(1, 20) if metrics.should_log(step)] == [1, 10, 19]

@@ -191,3 +191,11 @@ def test_subclasses_of_linear_are_left_to_whoever_made_them():
     with torch.device("meta"):
         plan = _plan(nn.Sequential(LoRALinear(64, 64), nn.Linear(64, 64)))
     assert list(plan.kept()) == ["is LoRALinear, not a plain nn.Linear"]
+
+
+def test_other_modules_with_3d_parameters_are_no_experts():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"vision": nn.Conv1d(64, 64, 3), "linear": nn.Linear(64, 64)})
+    assert [d.fqn for d in _plan(model).decisions] == ["linear"]
+    with pytest.raises(ValueError, match="'vision' matches no expert module of the model.*has no expert module"):
+        _plan(model, moe_fqns_prototype=["vision"])

@@ -38,5 +38,6 @@ class LinearFunction(torch.autograd.Function):
             if recipe.wgrad_in_mxfp8:
                 dw = backend.linear_dw(dy, x, recipe.rounding, ctx.w_dtype)
             else:
-                dw = torch.mm(dy.bfloat16().t(), x.bfloat16()).to(ctx.w_dtype)
+                with torch.autocast(dy.device.type, enabled=False):
+                    dw = torch.mm(dy.bfloat16().t(), x.bfloat16()).to(ctx.w_dtype)
         return dx, dw, None, None, None

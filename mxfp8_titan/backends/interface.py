@@ -4,6 +4,7 @@ Each takes unquantized tensors and quantizes both operands itself, along the dim
 a backend is free to fuse, cache or lay out as its hardware wants.
 """
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ class Backend:
     """
 
     name: str
+    home: str
+    """Where it is defined, as module:variable. A pickled module refers to its backend by this."""
 
     linear_y: Callable[..., Tensor]
     """(x (T, K), w (N, K), rounding, out_dtype) -> x @ w^T (T, N)"""
@@ -32,6 +35,12 @@ class Backend:
     """(dy (T, N), w (E, N, K), group_ends (E,) int32, rounding, out_dtype) -> (T, K)"""
     grouped_dw: Callable[..., Tensor]
     """(dy (T, N), x (T, K), group_ends (E,) int32, rounding, out_dtype) -> (E, N, K)"""
+
+    def __reduce__(self) -> tuple:
+        return pkgutil.resolve_name, (self.home,)
+
+    def __deepcopy__(self, memo: dict) -> "Backend":
+        return self
 
     def forward_ops(self) -> tuple[Callable[..., Tensor], ...]:
         """The ops whose outputs selective activation checkpointing should save, as it saves aten.mm's."""

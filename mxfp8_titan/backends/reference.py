@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.reference.gemm import gemm
-from mxfp8_titan.reference.grouped_gemm import grouped_gemm, grouped_gemm_over_rows
+from mxfp8_titan.reference.grouped_gemm import check_same_rows, grouped_gemm, grouped_gemm_over_rows
 from mxfp8_titan.reference.quantize import quantize_along_k, quantize_along_n, quantize_along_t
 
 
@@ -38,6 +38,7 @@ def _(dy: Tensor, w: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
 @torch.library.custom_op("mxfp8_titan::reference_linear_dw", mutates_args=())
 def linear_dw(dy: Tensor, x: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
     """dy_along_t^T @ x_along_t (N, K)."""
+    check_same_rows(dy, x)
     return gemm(quantize_along_t(dy, rounding), quantize_along_t(x, rounding), out_dtype)
 
 
@@ -83,6 +84,7 @@ _ops = torch.ops.mxfp8_titan
 
 REFERENCE = Backend(
     name="reference",
+    home="mxfp8_titan.backends.reference:REFERENCE",
     linear_y=_ops.reference_linear_y.default,
     linear_dx=_ops.reference_linear_dx.default,
     linear_dw=_ops.reference_linear_dw.default,

@@ -62,7 +62,10 @@ class MXFP8Linear(nn.Linear):
 def output_dtype(x: Tensor) -> torch.dtype:
     """What torch's own linear would return for x: the autocast dtype under autocast, else x's dtype."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    # The meta device knows no autocast.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def _tensor_parallel_rule(x: Placement, w: Placement, x_dims: int) -> tuple[Placement, Placement, Placement]:

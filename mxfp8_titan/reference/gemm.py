@@ -29,6 +29,8 @@ def matmul_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
     a: (M, K), b: (N, K)
     """
-    if a.is_cuda:
-        return torch.mm(a, b.t(), out_dtype=torch.float32).to(out_dtype)
-    return torch.mm(a, b.t()).to(out_dtype)
+    # An op sees the caller's autocast, which would cast its operands.
+    with torch.autocast(a.device.type, enabled=False):
+        if a.is_cuda:
+            return torch.mm(a, b.t(), out_dtype=torch.float32).to(out_dtype)
+        return torch.mm(a, b.t()).to(out_dtype)

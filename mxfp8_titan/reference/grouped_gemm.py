@@ -29,6 +29,15 @@ def group_bounds(group_ends: Tensor, rows: int) -> list[tuple[int, int]]:
     return list(zip(starts, ends, strict=True))
 
 
+def check_same_rows(a: Tensor, b: Tensor) -> None:
+    """Padding to whole blocks would hide operands that do not belong together.
+
+    Raises: ValueError when a (T, N) and b (T, K) have different T.
+    """
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"the operands have {a.shape[0]} and {b.shape[0]} rows, need the same tokens in both")
+
+
 def grouped_gemm(a: Quantized, b: Quantized, group_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Rows of each group times that expert's matrix: out[rows of e] = a[rows of e] @ b[e]^T.
 
@@ -36,7 +45,12 @@ def grouped_gemm(a: Quantized, b: Quantized, group_ends: Tensor, out_dtype: torc
     b: data (E, N, K), scale (E, N, K / 32)
     group_ends: (E,) int32
     returns (T, N), zeros past the last group end
+    Raises: ValueError when group_ends has not one entry an expert, and as `group_bounds` does.
     """
+    if group_ends.shape[0] != b.data.shape[0]:
+        raise ValueError(
+            f"group_ends has {group_ends.shape[0]} entries, needs one for each of {b.data.shape[0]} experts"
+        )
     rows = a.data.shape[0]
     left, right = dequantize_for_matmul(a), dequantize_for_matmul(b)
     out = left.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
@@ -54,7 +68,9 @@ def grouped_gemm_over_rows(a: Tensor, b: Tensor, group_ends: Tensor, rounding: s
     a: (T, N), b: (T, K) fp32, bf16 or fp16
     group_ends: (E,) int32
     returns (E, N, K), zeros for an empty group
+    Raises: ValueError when the row counts differ, and as `group_bounds` does.
     """
+    check_same_rows(a, b)
     bounds = group_bounds(group_ends, a.shape[0])
     left, right = (dequantize_for_matmul(quantize_along_t(_pad_groups(x, bounds), rounding)) for x in (a, b))
     out = a.new_zeros((len(bounds), a.shape[1], b.shape[1]), dtype=out_dtype)

@@ -32,13 +32,17 @@ def read_steps(log: Path) -> list[Step]:
     for line in log.read_text(errors="replace").splitlines():
         match = _METRICS.search(_ANSI.sub("", line))
         if match:
-            step = Step(
-                step=int(match["step"]),
-                loss=float(match["loss"]),
-                grad_norm=float(match["grad_norm"]),
-                tokens_per_second=float(match["tps"].replace(",", "")),
-                memory_gib=float(match["memory"]),
-            )
+            try:
+                step = Step(
+                    step=int(match["step"]),
+                    loss=float(match["loss"]),
+                    grad_norm=float(match["grad_norm"]),
+                    tokens_per_second=float(match["tps"].replace(",", "")),
+                    memory_gib=float(match["memory"]),
+                )
+            except ValueError:
+                # Two ranks wrote into one line.
+                continue
             steps.setdefault(step.step, step)
     return list(steps.values())
 

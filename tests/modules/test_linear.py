@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -183,3 +184,35 @@ def test_each_tensor_parallel_style_has_its_placements(x, w, y_dx_dw):
 def test_placements_without_a_rule_are_refused(x, w):
     with pytest.raises(ValueError, match="no tensor-parallel rule for x .* and weight .*--mx.filter_fqns"):
         _tensor_parallel_rule(x, w, x_dims=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_the_output_s_dtype_and_nothing_inside_the_product(dtype, device):
+    # Under fp16 the dequantized operands would overflow.
+    _, mx = _converted(device=device)
+    with torch.no_grad():
+        mx.weight.mul_(1e-7)
+    x = torch.randn(32, 64, device=device) * 1e6
+    want = _product(x, mx)
+    with torch.autocast(device, dtype=dtype):
+        assert torch.equal(mx(x), want.to(dtype))
+        y = _product(x, mx)
+        y.backward(torch.ones_like(y))
+    inside, mx.weight.grad = mx.weight.grad, None
+    want.backward(torch.ones_like(want))
+    assert torch.equal(y, want)
+    assert torch.equal(inside, mx.weight.grad)
+
+
+def test_a_pickled_module_finds_its_backend_again():
+    _, mx = _converted()
+    other = pickle.loads(pickle.dumps(mx))
+    assert other.backend is REFERENCE
+    x = torch.randn(4, 64)
+    assert torch.equal(other(x), mx(x))
+
+
+def test_the_meta_device_has_a_forward():
+    with torch.device("meta"):
+        mx = MXFP8Linear.from_linear(nn.Linear(64, 96), RECIPE, REFERENCE)
+        assert mx(torch.empty(3, 64)).shape == (3, 96)

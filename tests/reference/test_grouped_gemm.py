@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mxfp8_titan.backends import reference  # noqa: F401 - registers the ops
 from mxfp8_titan.format import RCEIL
 from mxfp8_titan.reference.gemm import gemm
 from mxfp8_titan.reference.grouped_gemm import group_bounds, grouped_gemm, grouped_gemm_over_rows
@@ -54,3 +55,14 @@ def test_group_ends_that_are_no_group_ends_are_refused():
         group_bounds(torch.tensor([-1, 2], dtype=torch.int32), 5)
     with pytest.raises(TypeError, match="needs int32"):
         group_bounds(torch.tensor([1, 2]), 5)
+
+
+def test_operands_that_do_not_belong_together_are_refused():
+    ends = _ends([10, 10])
+    with pytest.raises(ValueError, match="10 and 20 rows, need the same tokens"):
+        grouped_gemm_over_rows(torch.zeros(10, 32), torch.zeros(20, 64), ends, RCEIL, torch.float32)
+    with pytest.raises(ValueError, match="10 and 20 rows, need the same tokens"):
+        torch.ops.mxfp8_titan.reference_linear_dw(torch.zeros(10, 32), torch.zeros(20, 64), RCEIL, torch.float32)
+    w = quantize_along_k(torch.zeros(3, 32, 64), RCEIL)
+    with pytest.raises(ValueError, match="group_ends has 2 entries, needs one for each of 3 experts"):
+        grouped_gemm(quantize_along_k(torch.zeros(20, 64), RCEIL), w, ends, torch.float32)

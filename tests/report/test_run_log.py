@@ -62,3 +62,13 @@ def test_a_run_is_drawn(tmp_path):
     steps = read_steps(_log(tmp_path, [log_line(1), log_line(2), log_line(3)]))
     draw_run(steps, "run", tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("broken", ["loss: abc", "loss:  5.1[rank1]:x", "memory: 1.2.3GiB", "tps: ,"])
+def test_a_line_that_two_ranks_wrote_into_is_left_out(broken, tmp_path):
+    key = broken.split(":")[0]
+    line = "step:  2  loss:  5.0  grad_norm:  1.0  memory: 10.00GiB(3%)  tps: 1,000  tflops: 1  mfu: 1%\n"
+    start = line.index(key)
+    end = line.index("  ", start + len(key) + 4) if "  " in line[start + len(key) + 4 :] else len(line)
+    mixed = line[:start] + broken + line[end:]
+    assert [s.step for s in read_steps(_log(tmp_path, [log_line(1), mixed, log_line(3)]))] == [1, 3]

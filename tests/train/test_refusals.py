@@ -5,16 +5,28 @@ import subprocess
 import sys
 
 import pytest
+from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from mxfp8_titan import preflight
 from mxfp8_titan import train as entry
+from mxfp8_titan.job_args import add_config_hook
 from tests.train.harness import DEBUG, ROOT
 
 MX = "--model.converters=mx"
 
 
+def _start(args):
+    """What mxfp8_titan.train does before it trains."""
+    try:
+        args = add_config_hook(args)
+    except entry.REFUSALS as error:
+        entry.refuse(error)
+    entry.check_or_refuse(entry.parse_or_refuse(args))
+
+
 def _refused(capsys, *flags, config=DEBUG):
     with pytest.raises(SystemExit) as stopped:
-        entry.check_or_refuse(entry.parse_or_refuse(entry.add_config_hook(["--job.config_file", str(config), *flags])))
+        _start(["--job.config_file", str(config), *flags])
     assert stopped.value.code not in (0, None)
     captured = capsys.readouterr()
     return " ".join((captured.err + captured.out).replace("│", " ").split())
@@ -40,6 +52,17 @@ def _refused(capsys, *flags, config=DEBUG):
         ([MX, "--mx.wgrad=fp8"], "fp8.*mxfp8.*bf16"),
         ([MX, "--mx.recipe=auto"], "mx.recipe"),
         (["--mx.dense=maybe"], "mx.no-dense|Unrecognized options"),
+        (["--model.converters=mx,mx"], "model.converters is mx,mx, needs each name once"),
+        (["--training.seq_len=-5"], "training.seq_len is -5, needs a whole number from 1 up"),
+        (["--training.steps=0"], "training.steps is 0"),
+        (["--metrics.log_freq=0"], "metrics.log_freq is 0"),
+        (["--training.dataset_path=/no/such"], "training.dataset_path is /no/such, needs a file or folder that exists"),
+        (["--training.global_batch_size=3"], "training.global_batch_size is 3, needs a multiple of 4"),
+        (["--parallelism.data_parallel_shard_degree=7"], "parallelism does not fit 1 processes.*dp_shard"),
+        (["--parallelism.tensor_parallel_degree=0"], "parallelism does not fit.*>= 1"),
+        (["--experimental.custom_import=no_such_module"], "no_such_module"),
+        (["--job.custom_config_module=no_such_module"], "no_such_module"),
+        (["--job.custom_config_module"], "--job.custom_config_module needs a value"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name(flags, message, capsys):
@@ -51,8 +74,13 @@ def test_a_wrong_flag_is_refused_by_name(flags, message, capsys):
     [
         ('[mx]\nfilter_fqn = "wk"\n', "filter_fqn"),
         ('[mx]\nrecipe_name = "fast"\n', "mx.recipe_name is 'fast'"),
-        ('[model]\nconverters = "mx"\n', "model.converters"),
-        ("[mx\n", "job.toml|Expected"),
+        ('[model]\nconverters = "mx"\n', "model.converters is 'mx', needs list"),
+        ("[model]\nconverters = 3\n", "model.converters is 3, needs list"),
+        ("[model]\nflavor = 3\n", "model.flavor is 3, needs str"),
+        ("[training]\nsteps = '5'\n", "training.steps is '5', needs int"),
+        ('[training]\ndtype = "fp99"\n', "training.dtype is 'fp99', needs"),
+        ("mx = 3\n", "mx is 3, needs a table"),
+        ("[mx\n", "job.toml is no TOML: Expected"),
     ],
 )
 def test_a_wrong_toml_is_refused_by_name(toml, message, tmp_path, capsys):
@@ -84,19 +112,40 @@ def test_the_process_ends_with_code_2_and_one_line():
     assert "Traceback" not in done.stderr + done.stdout
 
 
-@pytest.mark.parametrize(
-    ("toml", "flags", "hooked"),
-    [
-        ("", [], True),
-        ('[job]\ncustom_config_module = "mine"\n', [], False),
-        ("", ["--job.custom_config_module=mine"], False),
-        ("", ["--job.custom-config-module", "mine"], False),
-        ("[job\n", [], True),
-    ],
-)
-def test_a_config_module_of_the_user_s_own_is_not_overridden(toml, flags, hooked, tmp_path):
+@pytest.fixture
+def my_modules(tmp_path, monkeypatch):
+    """A user's own config module and custom_import, importable."""
+    (tmp_path / "my_config.py").write_text(
+        "from dataclasses import dataclass, field\n@dataclass\nclass Mine:\n    x: int = 3\n"
+        "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
+    )
+    (tmp_path / "my_plugin.py").write_text(
+        "import mxfp8_titan.plugin\nfrom torchtitan.hf_datasets.text_datasets import DATASETS\n"
+        "DATASETS.setdefault('mine', DATASETS['local_text'])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    DATASETS.pop("mine", None)
+
+
+@pytest.mark.parametrize("in_toml", [True, False])
+def test_a_config_module_of_the_user_s_own_keeps_its_sections_and_gets_ours(in_toml, my_modules, tmp_path):
     path = tmp_path / "job.toml"
-    path.write_text(toml)
-    for given in (["--job.config_file", str(path)], [f"--job.config-file={path}"]):
-        args = entry.add_config_hook([*given, *flags])
-        assert (entry.CONFIG_HOOK in args) is hooked
+    path.write_text('[mine]\nx = 5\n[job]\ncustom_config_module = "my_config"\n' if in_toml else "[mine]\nx = 5\n")
+    flags = [] if in_toml else ["--job.custom-config-module", "my_config"]
+    args = add_config_hook([f"--job.config-file={path}", *flags, "--mx.wgrad=bf16"])
+    config = preflight.parse(args)
+    assert (config.mine.x, config.mx.wgrad) == (5, "bf16")
+
+
+def test_a_config_module_that_has_our_section_is_left_alone(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[job]\ncustom_config_module = "mxfp8_titan.job_config"\n')
+    args = ["--job.config_file", str(path)]
+    assert add_config_hook(args) == args
+    assert add_config_hook([]) == ["--job.custom_config_module=mxfp8_titan.job_config"]
+
+
+def test_what_the_user_s_custom_import_registers_may_be_named(my_modules):
+    args = ["--job.config_file", str(DEBUG), "--experimental.custom_import=my_plugin", "--training.dataset=Mine"]
+    preflight.check(preflight.parse(add_config_hook(args)))

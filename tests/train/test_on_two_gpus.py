@@ -1,0 +1,32 @@
+"""What torch itself cannot do on a CPU, run on two GPUs instead: three steps of the debug model in emulated MXFP8."""
+
+import pytest
+import torch
+
+from tests.train.harness import MX, TINY, train
+from tests.train.test_parallelisms import OP_CHECKPOINTING
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.train,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2, reason="runs on two NVIDIA GPUs; torch 2.13 itself fails at these on a CPU"
+    ),
+]
+
+COMPILE = "--compile.enable"
+RUNS = {
+    "tensor_parallel_compiled": ("--parallelism.tensor_parallel_degree=2", COMPILE),
+    "expert_parallel_op_checkpointing_compiled": ("--parallelism.expert_parallel_degree=2", *OP_CHECKPOINTING, COMPILE),
+    "context_parallel": ("--parallelism.context_parallel_degree=2",),
+    "flex_attention": ("--model.flavor=debugmodel_irope",),
+    "cpu_offload": ("--training.enable_cpu_offload",),
+}
+
+
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_it_trains(flags, tmp_path):
+    run = train(tmp_path, *MX, *TINY, "--training.steps=3", *flags, processes=2)
+    assert "30 linears and 3 expert modules converted" in run.output
+    assert len(run.steps) == 3
+    assert all(7 < loss < 9 for loss in run.losses())
