@@ -96,9 +96,15 @@ _compiled: dict[tuple, CompiledKernel] = {}
 
 
 def launch(
-    kernel: triton.JITFunction, grid: int, args: tuple, constants: tuple, num_warps: int, maxnreg: int | None = None
+    kernel: triton.JITFunction,
+    grid: int,
+    tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...],
+    constants: tuple,
+    num_warps: int,
+    maxnreg: int | None = None,
 ) -> None:
-    """Runs `grid` programs of kernel(*args, *constants) on the GPU of args[0], a tensor.
+    """Runs `grid` programs of kernel(*tensors, *sizes, *constants) on the GPU of tensors[0].
 
     The same kernels as kernel[(grid,)](...) would pick, in a third of the host's time: Triton's own path binds
     arguments by name, checks globals and asks each tensor for its type on every call. Kernels are compiled for what
@@ -106,35 +112,35 @@ def launch(
     """
     options = {"num_warps": num_warps} if maxnreg is None else {"num_warps": num_warps, "maxnreg": maxnreg}
     if triton.knobs.runtime.interpret:
-        kernel[(grid,)](*map(_without_e8m0, args), *constants, **options)
+        kernel[(grid,)](*map(_without_e8m0, tensors), *sizes, *constants, **options)
         return
-    device = args[0].device.index
-    key = [kernel, device, num_warps, maxnreg, *constants]
-    fast_args = []
-    for arg in args:
-        if type(arg) is int:
-            key.append(1 if arg == 1 else 16 * (arg % 16 == 0) + (arg > _INT32_MAX))
-            fast_args.append(arg)
-        elif arg is None:
-            key.append(None)
-            fast_args.append(None)
-        else:
-            pointer = arg.data_ptr()
-            key += (arg.dtype, pointer % 16 == 0)
-            fast_args.append(pointer)
-    compiled = _compiled.get(tuple(key))
+    device = tensors[0].device.index
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    key = (
+        id(kernel),
+        device,
+        num_warps,
+        maxnreg,
+        constants,
+        tuple([None if tensor is None else tensor.dtype for tensor in tensors]),
+        tuple([pointer is None or pointer % 16 == 0 for pointer in pointers]),
+        tuple([-1 if n == 1 else n & 15 == 0 if n <= _INT32_MAX else 2 + (n & 15 == 0) for n in sizes]),
+    )
+    compiled = _compiled.get(key)
     if compiled is not None and device == torch.cuda.current_device():
         stream = driver.active.get_current_stream(device)
         no_hooks = None, None, None
-        compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *fast_args, *constants)
+        compiled.run(
+            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *pointers, *sizes, *constants
+        )
         return
     with torch.cuda.device(device):
-        _compiled[tuple(key)] = kernel[(grid,)](*map(_without_e8m0, args), *constants, **options)
+        _compiled[key] = kernel[(grid,)](*map(_without_e8m0, tensors), *sizes, *constants, **options)
 
 
-def _without_e8m0(arg):
+def _without_e8m0(tensor: Tensor | None) -> Tensor | None:
     """Triton has no name for E8M0; its bytes are uint8."""
-    return arg.view(torch.uint8) if isinstance(arg, Tensor) and arg.dtype == torch.float8_e8m0fnu else arg
+    return tensor.view(torch.uint8) if tensor is not None and tensor.dtype == torch.float8_e8m0fnu else tensor
 
 
 def register_op(schema: str, launcher: Callable, fake: Callable) -> None:

@@ -191,8 +191,8 @@ def quantize_into(
     launch(
         quantize_kernel,
         grid,
+        (x, data_k, scale_k, data_t, scale_t, group_ends),
         (
-            x, data_k, scale_k, data_t, scale_t, group_ends,
             rows, rows_out, features, x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1),
             tiles_t, tiles_k, experts * tiles_t, num_groups, scale_k.numel(), scale_t.numel(),
         ),

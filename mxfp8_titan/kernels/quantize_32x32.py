@@ -123,8 +123,9 @@ def quantize_32x32_both(w: Tensor, rounding: str, scale_layout: str = PLAIN) -> 
     launch(
         quantize_32x32_kernel,
         experts * tiles_n * tiles_k,
+        (w, along_k, along_n, scale_k, scale_n),
         (
-            w, along_k, along_n, scale_k, scale_n, rows, features,
+            rows, features,
             w.stride(0) if w.ndim == 3 else 0, w.stride(-2), w.stride(-1), tiles_n, tiles_k, experts * tiles_n,
         ),
         (rounding, scale_layout == BLOCKED, can_load_words(w), VEC, BAND),

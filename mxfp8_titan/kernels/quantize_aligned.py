@@ -123,6 +123,7 @@ def _load_part(x_ptr, readable, start, K, stride_xk, SIZE: tl.constexpr):
 def _merge_columns(amax_ptr, group, columns, start, K, SIZE: tl.constexpr):
     """Raises a group's maxima from column `start` on to `columns`; the same result in any order."""
     k = start + tl.arange(0, SIZE)
+    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
     tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, columns, mask=k < K, sem="relaxed")
 
 
@@ -175,8 +176,8 @@ def _launch_along_k(x: Tensor, rounding: str, group_ends: Tensor | None, amax: T
     launch(
         aligned_along_k_kernel,
         (x.shape[0] if x.ndim == 3 else 1) * programs,
+        (x, data, scale, amax, group_ends),
         (
-            x, data, scale, amax if amax is None else amax.view(torch.int32), group_ends,
             rows, features, *strides(x), rows_per_program, programs, num_groups,
         ),
         (rounding, amax is not None, groups, head, tail, AMAX_STAGES),

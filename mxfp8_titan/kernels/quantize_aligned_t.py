@@ -47,6 +47,7 @@ def column_amax_kernel(
         bits = magnitude_bits(to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0)))
         bits = tl.reshape(tl.max(tl.max(bits, 2), 1), [TILE_K])
         k = tile_k * TILE_K + tl.arange(0, TILE_K)
+        amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
         tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, bits, mask=k < K, sem="relaxed")
 
 
@@ -132,8 +133,8 @@ def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
         launch(
             column_amax_kernel,
             tiles,
+            (x, amax, group_ends),
             (
-                x, amax.view(torch.int32), group_ends,
                 x.shape[-2], rows_out, x.shape[-1], *strides(x), tiles_t, tiles_k, num_groups,
             ),
             (groups, TILE_K, VEC),
@@ -153,8 +154,9 @@ def _launch_along_t(
         launch(
             aligned_along_t_kernel,
             grid,
+            (x, row_scale, amax, data, scale, group_ends),
             (
-                x, row_scale, amax, data, scale, group_ends, x.shape[-2], rows_out, x.shape[-1], *strides(x),
+                x.shape[-2], rows_out, x.shape[-1], *strides(x),
                 tiles_t, tiles_k, tiles, num_groups, scale.shape[0],
             ),
             (rounding, row_scale is not None, groups, TILE_K, VEC, BAND),

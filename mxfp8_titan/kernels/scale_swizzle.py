@@ -11,7 +11,6 @@ copied first. Bytes travel four at a time: a 32-bit word holds four columns of a
 built, so that the layout is a transpose of words.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -91,7 +90,7 @@ def swizzle_kernel(
         words = tl.reshape(tl.permute(tl.reshape(words, [TILES, 4, 32]), (0, 2, 1)), [TILES, _TILE_WORDS])
         tile = tl.arange(0, TILES)[:, None]
         at = out_tile * _TILE_WORDS + tile * _TILE_WORDS + tl.arange(0, _TILE_WORDS)[None, :]
-        tl.store(out_ptr + at, words, mask=(tile < width) & (at < out_words))
+        tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + at, words, mask=(tile < width) & (at < out_words))
 
 
 @triton.jit
@@ -220,8 +219,9 @@ def _launch(
     launch(
         swizzle_kernel,
         grid,
+        (scale, out, group_ends),
         (
-            scale.view(torch.uint8), out.view(-1).view(torch.int32), group_ends, rows, cols, *stride,
+            rows, cols, *stride,
             row_tiles, col_tiles, chunks, programs_per_row, num_groups, out.numel() // 4,
         ),
         (case, groups, row_major, words, tiles),

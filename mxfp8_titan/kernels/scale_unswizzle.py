@@ -1,6 +1,5 @@
 """Blocked scales back to plain ones: the inverse of kernels.scale_swizzle, for tests and for people who debug."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -82,8 +81,9 @@ def _launch(blocked: Tensor, shape: tuple[int, ...], group_ends: Tensor | None, 
         launch(
             unswizzle_kernel,
             grid,
+            (blocked, out, group_ends),
             (
-                blocked.view(torch.uint8), out.view(torch.uint8), group_ends, rows, cols, row_tiles, col_blocks,
+                rows, cols, row_tiles, col_blocks,
                 num_groups,
             ),
             (case, groups, BLOCK_C),

@@ -161,8 +161,9 @@ def _launch(
     launch(
         swiglu_kernel,
         tiles_t * tiles_k,
+        (*(dh or [h1]), h1, h3, *slots, group_ends),
         (
-            *(dh or [h1]), h1, h3, *slots, group_ends, rows, rows_out, features, *h1.stride(),
+            rows, rows_out, features, *h1.stride(),
             tiles_t, tiles_k, num_groups, slots[1].numel(), slots[3].numel(),
         ),
         (rounding, len(outputs) == 2, along_k, along_t, blocked, groups, TILE_K, VEC, BAND),

@@ -35,10 +35,10 @@ POINTERS = {
     "h3_ptr": "*bf16",
     "dh_ptr": "*bf16",
     "group_ends_ptr": "*i32",
-    "amax_ptr": "*i32",
+    "amax_ptr": "*fp32",
     "row_scale_ptr": "*fp32",
     "scale_ptr": "*fp32",
-    "out_ptr": "*i32",
+    "out_ptr": "*u8",
 }
 DIVISIBLE = {"T", "T_OUT", "N", "K", "R", "C", "out_words"}
 """Sizes that are multiples of 16 in training, as strides are; Triton compiles for that."""
@@ -114,7 +114,7 @@ def aligned_case(features, with_amax, groups=0):
 def requantize_case(groups):
     return quantize_aligned_t.aligned_along_t_kernel, {
         "num_warps": quantize_aligned_t.NUM_WARPS,
-        "types": {"x_ptr": "*fp8e4nv", "amax_ptr": "*fp32"},
+        "types": {"x_ptr": "*fp8e4nv"},
         "ROUNDING": RCEIL,
         "FROM_FP8": True,
         "GROUPS": groups,
