@@ -1,0 +1,52 @@
+"""docs/benchmarks.md from the results files in docs/benchmarks, so that no number is typed by hand.
+
+python -m mxfp8_titan.bench.render docs/benchmarks docs/benchmarks.md
+"""
+
+import json
+import sys
+from pathlib import Path
+
+TITLES = {"kernels": "Kernels", "gemm": "GEMMs", "e2e": "End to end"}
+
+HEAD = """# Benchmarks
+
+Rendered by `python -m mxfp8_titan.bench.render docs/benchmarks docs/benchmarks.md` from the results files beside it.
+Losses are printed like wins. What limits each kernel is in [kernels.md](kernels.md), what was tried in
+[benchmarks/notes.md](benchmarks/notes.md).
+"""
+
+
+def met(value: float, target: str) -> str:
+    """ "yes", "no", or nothing where there is no target: ">= 0.90" or "<= 20"."""
+    if not target:
+        return ""
+    relation, bound = target.split()
+    return "yes" if (value >= float(bound) if relation == ">=" else value <= float(bound)) else "**no**"
+
+
+def section(name: str, results: dict) -> str:
+    """One results file as a heading, its environment and a table."""
+    lines = [f"\n## {TITLES.get(name, name)}\n"]
+    lines += [", ".join(f"{key} {value}" for key, value in results.items() if key not in ("rows", "command")) + "\n"]
+    lines += [f"`{results['command']}`\n", "| id | value | unit | target | met | detail |", "|---|---|---|---|---|---|"]
+    for row in results["rows"]:
+        cells = [
+            row["id"],
+            f"{row['value']:g}",
+            row["unit"],
+            row["target"],
+            met(row["value"], row["target"]),
+            row["detail"],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(folder: Path, out: Path) -> None:
+    files = sorted(folder.glob("*.json"), key=lambda path: [*TITLES, path.stem].index(path.stem))
+    out.write_text(HEAD + "".join(section(path.stem, json.loads(path.read_text())) for path in files))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:3]))
