@@ -29,16 +29,11 @@ from mxfp8_titan.kernels.launch import ceil_div, check_groups, launch, register_
 _MATRIX, _T_GROUPS, _K_GROUPS = range(3)
 MATRIX, T_GROUPS, K_GROUPS = tl.constexpr(_MATRIX), tl.constexpr(_T_GROUPS), tl.constexpr(_K_GROUPS)
 
-NARROW, WIDE = 8, 32
-"""Tiles side by side that one program fills: 32 or 128 columns."""
+TILES, NUM_WARPS = 8, 4
+"""Tiles side by side that one program fills, 32 columns, and its warps."""
 
 MAX_COLS_OF_K_GROUPS = 2**20
 """33 million tokens."""
-
-NARROW_WARPS, WIDE_WARPS = 4, 8
-
-WIDE_FROM = 16384
-"""Tiles in all from which programs are wide: eight megabytes, enough for 4 wide programs on each of 132 SMs."""
 
 _ROWS = tl.constexpr(SCALE_TILE_ROWS)
 _LOW_21 = tl.constexpr(2**21 - 1)
@@ -206,8 +201,7 @@ def _launch(
     row_tiles = ceil_div(rows + (SCALE_TILE_ROWS * num_groups if case == _T_GROUPS else 0), SCALE_TILE_ROWS)
     col_tiles = ceil_div(cols + (SCALE_TILE_COLS * num_groups if case == _K_GROUPS else 0), SCALE_TILE_COLS)
     experts = scale.shape[0] if scale.ndim == 3 else 1
-    tiles = WIDE if experts * row_tiles * col_tiles >= WIDE_FROM else NARROW
-    chunks = ceil_div(col_tiles, tiles) + (num_groups if case == _K_GROUPS else 0)
+    chunks = ceil_div(col_tiles, TILES) + (num_groups if case == _K_GROUPS else 0)
     programs_per_row = chunks if columns_in_parallel else 1
     grid = experts * row_tiles * programs_per_row
     if grid == 0 or out.numel() == 0:
@@ -224,8 +218,8 @@ def _launch(
             rows, cols, *stride,
             row_tiles, col_tiles, chunks, programs_per_row, num_groups, out.numel() // 4,
         ),
-        (case, groups, row_major, words, tiles),
-        NARROW_WARPS if tiles == NARROW else WIDE_WARPS,
+        (case, groups, row_major, words, TILES),
+        NUM_WARPS,
     )  # fmt: skip
     return out
 

@@ -135,15 +135,15 @@ def square_case(layout):
     }
 
 
-def swizzle_case(case, groups, tiles):
+def swizzle_case(case, groups):
     return scale_swizzle.swizzle_kernel, {
-        "num_warps": scale_swizzle.NARROW_WARPS if tiles == scale_swizzle.NARROW else scale_swizzle.WIDE_WARPS,
+        "num_warps": scale_swizzle.NUM_WARPS,
         "types": {"scale_ptr": "*u8"},
         "CASE": case,
         "GROUPS": groups,
         "ROW_MAJOR_SCALES": True,
         "WORDS": True,
-        "TILES": tiles,
+        "TILES": scale_swizzle.TILES,
     }
 
 
@@ -177,8 +177,8 @@ CASES = {
     "requantize": (requantize_case(8), 96, 0),
     "32x32": (square_case(PLAIN), 128, 0),
     "32x32 blocked": (square_case(BLOCKED), 128, 0),
-    "swizzle k groups": (swizzle_case(2, 16, scale_swizzle.NARROW), 72, 0),
-    "swizzle t groups": (swizzle_case(1, 8, scale_swizzle.WIDE), 96, 0),
+    "swizzle k groups": (swizzle_case(2, 16), 72, 0),
+    "swizzle t groups": (swizzle_case(1, 8), 96, 0),
     "swiglu": (swiglu_case(False, True), 80, 0),
     "swiglu backward": (swiglu_case(True, False), 96, 0),
 }
