@@ -47,8 +47,8 @@ def column_amax_kernel(
         bits = magnitude_bits(to_fp32(tl.load(x_ptrs, mask=(t < read_end - first) & (k < K), other=0.0)))
         bits = tl.reshape(tl.max(tl.max(bits, 2), 1), [TILE_K])
         k = tile_k * TILE_K + tl.arange(0, TILE_K)
-        amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
-        tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, bits, mask=k < K, sem="relaxed")
+        bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
+        tl.atomic_max(bits_ptr + group.to(tl.int64) * K + k, bits, mask=k < K, sem="relaxed")
 
 
 @triton.jit
