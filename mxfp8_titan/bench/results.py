@@ -31,6 +31,18 @@ def version(package: str) -> str:
         return "not installed"
 
 
+def command() -> str:
+    """The command line, without where the results go and what commit they are filed under."""
+    words, line = ["python", *sys.argv], []
+    while words:
+        word = words.pop(0)
+        if word in ("--json", "--commit"):
+            words.pop(0)
+        else:
+            line.append(word)
+    return " ".join(line)
+
+
 def environment(commit: str | None = None) -> dict[str, str]:
     """What every table must say about where it was measured.
 
@@ -54,7 +66,7 @@ def environment(commit: str | None = None) -> dict[str, str]:
         "torchao": version("torchao"),
         "commit": commit,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv),
+        "command": command(),
     }
 
 

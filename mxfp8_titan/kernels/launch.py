@@ -106,8 +106,8 @@ def launch(
 ) -> None:
     """Runs `grid` programs of kernel(*tensors, *sizes, *constants) on the GPU of tensors[0].
 
-    The same kernels as kernel[(grid,)](...) would pick, in a third of the host's time: Triton's own path binds
-    arguments by name, checks globals and asks each tensor for its type on every call. Kernels are compiled for what
+    The same kernels as kernel[(grid,)](...) would pick, for less of the host's time: Triton's own path binds arguments
+    by name, checks globals and asks each tensor for its type on every call. Kernels are compiled for what
     Triton specializes on (types, 16-byte pointers, integers that are 1 or multiples of 16), never for a token count.
     """
     options = {"num_warps": num_warps} if maxnreg is None else {"num_warps": num_warps, "maxnreg": maxnreg}

@@ -22,6 +22,7 @@ from mxfp8_titan.kernels import (
     quantize_aligned,
     quantize_aligned_t,
     scale_swizzle,
+    scale_unswizzle,
     swiglu,
 )
 
@@ -162,6 +163,25 @@ def swiglu_case(backward, along_t):
     }
 
 
+def along_t_case(kernel, groups, **constants):
+    return kernel, {
+        "num_warps": quantize_aligned_t.NUM_WARPS,
+        "GROUPS": groups,
+        "TILE_K": quantize_aligned_t.TILE_K,
+        "VEC": quantize_aligned_t.VEC,
+    } | constants
+
+
+def unswizzle_case(case, groups):
+    return scale_unswizzle.unswizzle_kernel, {
+        "num_warps": 4,
+        "types": {"blocked_ptr": "*u8"},
+        "CASE": case,
+        "GROUPS": groups,
+        "BLOCK_C": scale_unswizzle.BLOCK_C,
+    }
+
+
 CASES = {
     # name: (kernel and its constants, most registers, most bytes of stack)
     "along_k": (quantize_case(True, False, PLAIN), 64, 0),
@@ -175,10 +195,22 @@ CASES = {
     "aligned 5120 with maxima": (aligned_case(5120, True, 8), 168, 0),
     "aligned 8192 with maxima": (aligned_case(8192, True, 8), 128, 0),
     "requantize": (requantize_case(8), 96, 0),
+    "aligned along t": (
+        along_t_case(
+            quantize_aligned_t.aligned_along_t_kernel, 8, ROUNDING=RCEIL, FROM_FP8=False, BAND=quantize_aligned_t.BAND
+        ),
+        128,
+        0,
+    ),
+    "column maxima": (along_t_case(quantize_aligned_t.column_amax_kernel, 8), 128, 0),
     "32x32": (square_case(PLAIN), 128, 0),
     "32x32 blocked": (square_case(BLOCKED), 128, 0),
     "swizzle k groups": (swizzle_case(2, 16), 72, 0),
     "swizzle t groups": (swizzle_case(1, 8), 96, 0),
+    "swizzle": (swizzle_case(0, 0), 96, 0),
+    "unswizzle": (unswizzle_case(0, 0), 128, 0),
+    "unswizzle t groups": (unswizzle_case(1, 8), 128, 0),
+    "unswizzle k groups": (unswizzle_case(2, 8), 128, 0),
     "swiglu": (swiglu_case(False, True), 80, 0),
     "swiglu backward": (swiglu_case(True, False), 96, 0),
 }
