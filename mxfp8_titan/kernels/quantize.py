@@ -60,7 +60,7 @@ class Config:
     band: int = 4
     """Tiles along T that are worked on together, so that their pieces of a transposed row lie side by side."""
     hold: bool = False
-    """Whether both directions work from the words of one load, or the second loads again, from the L1 cache."""
+    """Whether both directions work from the words of one load, or the second loads again, from the caches."""
     num_warps: int = 4
     maxnreg: int | None = None
 
@@ -82,7 +82,8 @@ def quantize_kernel(
 ):  # fmt: skip
     """One program quantizes one tile of 128 tokens x TILE_K features; the grid is their number, see tile.tile_of.
 
-    With both directions, bf16 words stay in registers for the second. Other types are loaded again, from the L1 cache.
+    With both directions, HOLD keeps bf16 words in registers for the second; otherwise the tile is loaded again, a
+    third of it from the L1 cache and the rest from L2, in the shape of that direction.
     Tokens outside the tile's group, and features past K, are masked here.
     """
     tile, tile_k = tile_of(tl.program_id(0), all_tiles_t, tiles_k, BAND)

@@ -46,7 +46,7 @@ def quantize_32x32_kernel(
     """One program quantizes one 128 x 128 tile of an expert; the grid is their number, in the order of tile.tile_of.
 
     The maximum of a square is taken along N inside threads, then along K over 32 / VEC lanes. The tile is loaded
-    again, from the L1 cache, for the layout along K: see kernels.quantize. Edges are masked here.
+    again, from the caches, for the layout along K: see kernels.quantize. Edges are masked here.
     """
     BLOCKS_K: tl.constexpr = TILE_T // BLOCK
     tile, tile_k = tile_of(tl.program_id(0), all_tiles_n, tiles_k, BAND)

@@ -76,7 +76,7 @@ def swiglu_kernel(
 ):  # fmt: skip
     """One program works on one tile of 128 tokens x TILE_K features; the grid is their number, see tile.tile_of.
 
-    Forward: a is h. BACKWARD: a is dh1, b is dh3. With both directions the inputs are loaded, from the L1 cache, and
+    Forward: a is h. BACKWARD: a is dh1, b is dh3. With both directions the inputs are loaded, from the caches, and
     worked out again: see kernels.quantize. Tokens outside the tile's group, and features past K, are masked here.
     """
     tile, tile_k = tile_of(tl.program_id(0), tiles_t, tiles_k, BAND)
