@@ -44,8 +44,9 @@ TORCHTITAN_VERSION = "0.2.2"
 SCOUT_STATE_GIB = 74
 """What scout_2layer keeps over all ranks: 4.43 B parameters x 18 bytes (fp32 masters, gradients and both AdamW states,
 and the bf16 copy that FSDP2 gathers)."""
-SCOUT_WORKING_GIB = 25
-"""What it needs on each rank beside that, for one sequence of 8192 tokens: activations, and emulation's fp32 copies."""
+SCOUT_WORKING_GIB = 36
+"""What it needs on each rank beside that, for one sequence of 8192 tokens: activations, gathered weights, emulation's
+fp32 copies. Two H200s reserved 71.3 GiB each in emulation and 63.2 in bf16."""
 
 
 @dataclass(frozen=True)

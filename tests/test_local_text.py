@@ -35,12 +35,21 @@ def test_the_default_text_is_the_standard_library():
     assert sum(map(len, dataset["text"])) > 5e6
 
 
-def test_a_folder_gives_one_sample_a_utf8_text_in_a_fixed_shuffled_order(texts):
+def test_a_folder_gives_its_utf8_texts_in_a_fixed_shuffled_order(texts):
     first = local_text.load(str(texts))["text"]
     local_text._read_texts.cache_clear()
     assert local_text.load(str(texts))["text"] == first
     assert len(first) == 20
     assert list(first) != sorted(first)
+
+
+def test_long_files_are_cut_at_line_ends_into_pieces_that_lose_nothing(texts):
+    long = "".join(f"line {i}\n" for i in range(5000)) + "no end of line"
+    (texts / "long.py").write_text(long)
+    pieces = local_text.load(str(texts / "long.py"))["text"]
+    assert len(pieces) > 10
+    assert all(4096 <= len(piece) < 4096 + 20 and piece.endswith("\n") for piece in pieces if "no end" not in piece)
+    assert sorted("".join(pieces).splitlines()) == sorted(long.splitlines())
 
 
 def test_a_single_file_is_a_dataset_too(texts):

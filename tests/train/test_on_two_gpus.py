@@ -19,7 +19,6 @@ RUNS = {
     "tensor_parallel_compiled": ("--parallelism.tensor_parallel_degree=2", COMPILE),
     "expert_parallel_op_checkpointing_compiled": ("--parallelism.expert_parallel_degree=2", *OP_CHECKPOINTING, COMPILE),
     "context_parallel": ("--parallelism.context_parallel_degree=2",),
-    "flex_attention": ("--model.flavor=debugmodel_irope",),
     "cpu_offload": ("--training.enable_cpu_offload",),
 }
 
