@@ -146,7 +146,7 @@ def _without_e8m0(tensor: Tensor | None) -> Tensor | None:
 def register_op(schema: str, launcher: Callable, fake: Callable) -> None:
     """Makes `launcher` the op torch.ops.mxfp8_titan.<name of the schema>, traceable through `fake`.
 
-    Defined without torch.library.custom_op, whose Python wrappers cost a call more than the launch itself.
+    Defined without torch.library.custom_op, whose Python wrappers would add to the host time of every call.
     """
     name = "mxfp8_titan::" + schema.split("(", 1)[0]
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
