@@ -78,6 +78,9 @@ class MX:
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
     """Precision of the weight-gradient GEMMs."""
 
+    metrics_file: str = ""
+    """File to which each logged step's metrics are added, one JSON object a line; converters or not. Empty: none."""
+
     def __post_init__(self) -> None:
         for name in ("filter_fqns", "moe_fqns_prototype"):
             setattr(self, name, _split_entries(name, getattr(self, name)))
@@ -87,6 +90,8 @@ class MX:
                 raise ValueError(
                     f"mx.{name} is {value!r}, needs one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}"
                 )
+        if not isinstance(self.metrics_file, str):
+            raise TypeError(f"mx.metrics_file is {self.metrics_file!r}, needs a path")
         if not isinstance(self.dense, bool):
             raise TypeError(f"mx.dense is {self.dense!r}, needs true or false")
 

@@ -30,7 +30,7 @@ VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 SHUFFLE_SEED = 0
 PIECE_CHARACTERS = 4096
-"""Files are cut at line ends into pieces of about this size, so that no batch is one odd file and the loss is smooth."""
+"""Files are cut at line ends into pieces of about this size: no batch is one odd file, and the loss is smooth."""
 
 
 def register() -> None:

@@ -4,12 +4,14 @@ Both are slots that a TrainSpec offers. The first trains the local tokenizer whe
 that does not fit the model; the second stops a run whose loss is no longer finite.
 """
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchtitan.components.metrics import MetricsProcessor
+import torch
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor, _get_metrics_rank
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols import train_spec as train_specs
@@ -66,8 +68,27 @@ def _with_our_parts(spec: TrainSpec) -> TrainSpec:
     )
 
 
+class JsonLines(BaseLogger):
+    """Adds each step's metrics to a file, one JSON object a line, and passes them on to torchtitan's own loggers."""
+
+    def __init__(self, path: str, others: BaseLogger) -> None:
+        self.path, self.others = path, others
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **metrics}, default=float) + "\n")
+        self.others.log(metrics, step)
+
+    def close(self) -> None:
+        self.others.close()
+
+
 def _build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
-    return FiniteLossMetrics(job_config, parallel_dims, tag)
+    processor = FiniteLossMetrics(job_config, parallel_dims, tag)
+    mx = getattr(job_config, "mx", None)
+    if mx and mx.metrics_file and torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):
+        processor.logger = JsonLines(mx.metrics_file, processor.logger)
+    return processor
 
 
 def _build_tokenizer(spec: TrainSpec, job_config) -> BaseTokenizer:

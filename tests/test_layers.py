@@ -33,6 +33,7 @@ ALLOWED = {
     "train": {"cpu_host", "preflight", "job_args"},
     "plan": {"train", "preflight", "backends", "selection"},
     "launch": {"report"},
+    "compare": {"launch", "report"},
 }
 
 
