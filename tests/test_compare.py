@@ -72,6 +72,7 @@ def test_a_run_is_kept_only_for_the_same_command_commit_machine_and_versions(tmp
 
 def test_a_failed_run_stops_the_comparison_without_a_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "run", lambda job: 3)
+    monkeypatch.setattr(compare, "gather_facts", lambda machine: {})
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 3
     assert "bf16 failed; no report" in capsys.readouterr().err
