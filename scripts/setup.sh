@@ -33,7 +33,7 @@ raise SystemExit(not (2, 11) <= v < (2, 14))' 2>/dev/null
 }
 
 find_python() { # extra
-    local base=${PYTHON:-python3} venv=$root/.venv
+    local base=${PYTHON:-python3} venv=$root/.venv triton=()
     if has_requirements "$base" "$1"; then
         PYTHON=$base
         return
@@ -41,6 +41,15 @@ find_python() { # extra
     # One of two first runs at once installs, the other waits.
     exec 9>"$root/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
+    # torch's own C++ builds (torch.compile on a CPU) break in a folder with a space, so there .venv is a link.
+    case $root in
+        *[[:space:]]*)
+            local apart=${XDG_CACHE_HOME:-$HOME/.cache}/mxfp8_titan/venv-$(printf %s "$root" | cksum | cut -d ' ' -f 1)
+            mkdir -p "$apart"
+            [ -d "$venv" ] || ln -sfn "$apart" "$venv"
+            venv=$(readlink -f "$venv")
+            ;;
+    esac
     if ! has_requirements "$venv/bin/python" "$1"; then
         if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "error: $base is no Python 3.10 or newer; set PYTHON to one" >&2
@@ -53,7 +62,9 @@ find_python() { # extra
             "$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
                 >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active_python.pth"
         fi
-        "$venv/bin/python" -m pip install --disable-pip-version-check -q -e "$root${1:+[$1]}"
+        # Where torch brings no Triton of its own, the one that torch 2.11 brings on a GPU.
+        if [ "$1" = test ] && ! command -v nvidia-smi >/dev/null; then triton=("triton==3.6.0"); fi
+        "$venv/bin/python" -m pip install --disable-pip-version-check -q -e "$root${1:+[$1]}" "${triton[@]+"${triton[@]}"}"
         if ! has_requirements "$venv/bin/python" "$1"; then
             echo "error: $venv does not have what pyproject.toml asks for; remove it and run again" >&2
             exit 1

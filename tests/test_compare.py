@@ -1,6 +1,7 @@
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -88,7 +89,13 @@ def test_two_processes_are_compared_from_one_seed_checkpoint_and_finished_runs_a
     ]  # fmt: skip
     outputs = []
     for _ in range(2):
-        done = subprocess.run(command, env={**os.environ, "NGPU": "2"}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHON": sys.executable, "NGPU": "2"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         outputs.append(done.stdout)
     assert "writing a seed checkpoint" in outputs[0]

@@ -5,6 +5,7 @@ One process sees few tokens in 20 steps, half of them warm-up: on an H200 the lo
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_torchtitan_s_own_entry_trains_with_the_toml_s_hooks(config, compile_fla
 def test_llama4_sh_trains(config, compile_flag, tmp_path):
     flags = [*MX, "--metrics.log_freq=5", "--debug.seed=1", compile_flag]
     env = {
-        **os.environ, "CONFIG_FILE": str(config), "STEPS": "20", "LOG_DIR": str(tmp_path), "NGPU": "1",
+        **os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(config), "STEPS": "20", "LOG_DIR": str(tmp_path), "NGPU": "1",
         "EXTRA_ARGS": " ".join(flags),
     }  # fmt: skip
     done = subprocess.run([ROOT / "scripts" / "llama4.sh"], env=env, capture_output=True, text=True, check=False)

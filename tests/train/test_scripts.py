@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,7 +24,14 @@ def llama4(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", checkout)
 
     def run(extra_args):
-        env = {**os.environ, "NGPU": "1", "STEPS": "2", "LOG_DIR": str(tmp_path / "my logs"), "EXTRA_ARGS": extra_args}
+        env = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "NGPU": "1",
+            "STEPS": "2",
+            "LOG_DIR": str(tmp_path / "my logs"),
+            "EXTRA_ARGS": extra_args,
+        }
         script = checkout / "scripts" / "llama4.sh"
         done = subprocess.run([script], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, next((tmp_path / "my logs").glob("*.log")).read_text()
