@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tomli
@@ -74,6 +74,8 @@ class Job:
     command: list[str]
     env: dict[str, str]
     log: Path
+    check: list[str] = field(default_factory=list)
+    """A command that ends non-zero, having said why, where the job could not start; none if empty."""
 
 
 def make_job(env: Mapping[str, str], flags: list[str], machine: Machine) -> Job:
@@ -103,7 +105,8 @@ def make_job(env: Mapping[str, str], flags: list[str], machine: Machine) -> Job:
         "--rdzv-endpoint=localhost:0", "--role=rank", "--tee=3", f"--log-dir={log.with_suffix('')}",
         f"--local-ranks-filter={_shown_ranks(env, processes, args, config)}", "-m", "mxfp8_titan.train",
     ]  # fmt: skip
-    return Job([*torchrun, *args], _environment(env, machine, processes), log)
+    job_env = _environment(env, machine, processes)
+    return Job([*torchrun, *args], job_env, log, [sys.executable, "-m", "mxfp8_titan.check", *args])
 
 
 def _shown_ranks(env: Mapping[str, str], processes: int, args: list[str], config: Path) -> str:
@@ -133,6 +136,18 @@ def _pipeline_stages(args: list[str], config: Path) -> int:
 def run(job: Job) -> int:
     """Run `job`, showing and keeping its output; its exit code. The job ends when this process is told to end, or when
     nobody reads its output any more."""
+    processes = next((arg.partition("=")[2] for arg in job.command if arg.startswith("--nproc-per-node=")), "1")
+    if job.check:
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": processes,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }
+        code = subprocess.run(job.check, env={**job.env, **alone}, check=False).returncode
+        if code:
+            return code
     job.log.parent.mkdir(parents=True, exist_ok=True)
     print(f"log: {job.log}\n$ {shlex.join(job.command)}", flush=True)
     told: list[int] = []
@@ -239,8 +254,11 @@ def main() -> None:
         return
     try:
         job = make_job(os.environ, flags, this_machine())
+        job.log.parent.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: the log folder (LOG_DIR) cannot be made: {error}")
     sys.exit(run(job))
 
 

@@ -15,13 +15,14 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls as CONVERTERS
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
 from mxfp8_titan import local_text, plugin  # noqa: F401 - the config names what plugin registers
 from mxfp8_titan.backends.select import current_device, select
 from mxfp8_titan.converter import mx_section, tensor_parallel_degrees
 from mxfp8_titan.job_args import read_toml
-from mxfp8_titan.job_config import did_you_mean
+from mxfp8_titan.job_config import AUTO, did_you_mean
 from mxfp8_titan.selection import Plan, make_plan
 
 
@@ -83,9 +84,16 @@ def check(job_config: JobConfig) -> None:
     _check_sizes(job_config)
     _check_degrees(job_config)
     model = meta_model(job_config)
+    if "mx" not in names and _asks_for_mxfp8(job_config):
+        logger.warning("[mx] is set but model.converters does not contain mx: nothing will be converted")
     if "mx" in names:
         select(mx_section(job_config).recipe_name, current_device())
         conversion_plan(job_config, model)
+
+
+def _asks_for_mxfp8(job_config: JobConfig) -> bool:
+    mx = getattr(job_config, "mx", None)
+    return mx is not None and (mx.user_gave_filter or bool(mx.moe_fqns_prototype) or mx.recipe_name != AUTO)
 
 
 def import_custom_module(job_config: JobConfig) -> None:

@@ -8,10 +8,10 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
 "$PYTHON" -m pytest
 if [ -d tests/kernels ]; then
     # Triton's interpreter is chosen at import, so it gets a process of its own.
     TRITON_INTERPRET=1 "$PYTHON" -m pytest tests/kernels
 fi
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .

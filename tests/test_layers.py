@@ -31,6 +31,7 @@ ALLOWED = {
     "job_args": {"job_config"},
     "preflight": {"plugin", "converter", "selection", "backends", "job_config", "job_args", "local_text"},
     "train": {"cpu_host", "preflight", "job_args"},
+    "check": {"train"},
     "plan": {"train", "preflight", "backends", "selection"},
     "launch": {"report"},
     "compare": {"launch", "report"},

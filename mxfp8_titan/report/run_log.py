@@ -60,7 +60,11 @@ def closing_lines(steps: list[Step]) -> list[str]:
     if not steps:
         raise ValueError("the log has no training step; was --metrics.log_freq larger than the run?")
     measured = [step.tokens_per_second for step in steps if step.step != 1]
-    speed = f"{median(measured):.1f}" if measured else "n/a (only step 1 was logged; lower --metrics.log_freq)"
+    speed = (
+        f"{median(measured):.1f}"
+        if measured
+        else "n/a (only step 1 was logged: train more steps, or lower --metrics.log_freq)"
+    )
     return [
         f"Median Tokens/Second (excluding step 1): {speed}",
         f"Max Memory Usage: {max(step.memory_gib for step in steps):.2f} GiB",

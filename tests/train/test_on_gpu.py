@@ -33,8 +33,8 @@ def test_torchtitan_s_own_entry_trains_with_the_toml_s_hooks(config, compile_fla
 def test_llama4_sh_trains(config, compile_flag, tmp_path):
     flags = [*MX, "--metrics.log_freq=5", "--debug.seed=1", compile_flag]
     env = {
-        **os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(config), "STEPS": "20", "LOG_DIR": str(tmp_path), "NGPU": "1",
-        "EXTRA_ARGS": " ".join(flags),
+        **os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(config), "STEPS": "20", "LOG_DIR": str(tmp_path),
+        "NGPU": "1", "EXTRA_ARGS": " ".join(flags),
     }  # fmt: skip
     done = subprocess.run([ROOT / "scripts" / "llama4.sh"], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

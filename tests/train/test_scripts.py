@@ -34,13 +34,14 @@ def llama4(tmp_path):
         }
         script = checkout / "scripts" / "llama4.sh"
         done = subprocess.run([script], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout, next((tmp_path / "my logs").glob("*.log")).read_text()
+        log = next((tmp_path / "my logs").glob("*.log"), None)
+        return done.returncode, done.stdout, done.stderr, log and log.read_text()
 
     return run
 
 
 def test_it_trains_and_ends_with_its_two_lines(llama4, tmp_path):
-    code, out, log = llama4("--training.seq_len=64 --model.converters=\"mx\" --mx.moe_fqns_prototype='experts'")
+    code, out, _, log = llama4("--training.seq_len=64 --model.converters=\"mx\" --mx.moe_fqns_prototype='experts'")
     assert code == 0, out[-3000:]
     assert "30 linears and 3 expert modules converted" in log
     assert out.splitlines()[-2].startswith("Median Tokens/Second (excluding step 1): ")
@@ -48,8 +49,9 @@ def test_it_trains_and_ends_with_its_two_lines(llama4, tmp_path):
     assert len(list((tmp_path / "my logs").glob("*.png"))) == 1
 
 
-def test_a_job_that_is_refused_ends_non_zero_with_the_reason_last(llama4):
-    code, out, _ = llama4("--model.converters=mx --mx.filter_fqns=lm_head")
-    assert code != 0
-    assert "matches no dense linear" in out.splitlines()[-1]
+def test_a_job_that_is_refused_ends_with_one_line_before_any_process_starts(llama4):
+    code, out, error, _ = llama4("--model.converters=mx --mx.filter_fqns=lm_head")
+    assert code == 2
+    assert [line for line in error.splitlines() if "matches no dense linear" in line] == [error.splitlines()[-1]]
+    assert "Traceback" not in out + error
     assert "Median" not in out

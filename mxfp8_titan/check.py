@@ -1,0 +1,18 @@
+"""`python -m mxfp8_titan.check [a job's flags]`: whether the job can start. Silent and 0, or one line and 2.
+
+The launcher runs it once before it starts a process for each GPU. WORLD_SIZE is the number of processes to come.
+"""
+
+import sys
+
+from mxfp8_titan.train import check_or_refuse, parse_or_refuse, prepare_host
+
+
+def main() -> None:
+    """Check the job on the command line."""
+    prepare_host()
+    check_or_refuse(parse_or_refuse(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
