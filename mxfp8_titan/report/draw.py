@@ -21,12 +21,7 @@ def draw_run(steps: list[Step], title: str, path: Path) -> None:
     speed.yaxis.set_major_formatter("{x:,.0f}")
     speed.set_xlabel("step")
     speed.xaxis.set_major_locator(locator(integer=True))
-    for axes in (loss, speed):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    _save(figure, (loss, speed), path)
 
 
 def draw_speeds(rows: list[Row], path: Path) -> None:
@@ -46,10 +41,7 @@ def draw_speeds(rows: list[Row], path: Path) -> None:
         axes.annotate(label, (fastest, row), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_xlabel("tokens/s per device, median after warm-up; whiskers: slowest to fastest interval")
     axes.set_xlim(0, max(row.max_tps for row in rows) * 1.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    _save(figure, (axes,), path)
 
 
 def draw_losses(steps: dict[str, list[Logged]], path: Path) -> None:
@@ -69,12 +61,7 @@ def draw_losses(steps: dict[str, list[Logged]], path: Path) -> None:
     gap.set_ylabel(f"loss minus {BASELINE}'s")
     gap.set_xlabel("step")
     gap.xaxis.set_major_locator(locator(integer=True))
-    for axes in (loss, gap):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    _save(figure, (loss, gap), path)
 
 
 def _pyplot():
@@ -85,3 +72,14 @@ def _pyplot():
     from matplotlib.ticker import MaxNLocator
 
     return pyplot, MaxNLocator
+
+
+def _save(figure, all_axes, path: Path) -> None:
+    pyplot, _ = _pyplot()
+    for axes in all_axes:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
