@@ -17,7 +17,7 @@ def draw_run(steps: list[Step], title: str, path: Path) -> None:
     timed = [s for s in steps if s.step != 1]
     speed.plot([s.step for s in timed], [s.tokens_per_second for s in timed], color="tab:green", marker=marker, ms=4)
     speed.set_ylabel("tokens/s per device")
-    speed.set_ylim(bottom=0)
+    speed.set_ylim(0, 1.1 * max((s.tokens_per_second for s in timed), default=1))
     speed.yaxis.set_major_formatter("{x:,.0f}")
     speed.set_xlabel("step")
     speed.xaxis.set_major_locator(locator(integer=True))
