@@ -16,7 +16,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mxfp8_titan.launch import ROOT, Job, Machine, make_job, run, this_machine
-from mxfp8_titan.report.comparison import BASELINE, Logged, as_json, as_markdown, as_text, make_row, read_metrics
+from mxfp8_titan.report.comparison import (
+    BASELINE,
+    Logged,
+    as_json,
+    as_markdown,
+    as_text,
+    bf16_peak,
+    make_row,
+    read_metrics,
+)
 from mxfp8_titan.report.draw import draw_losses, draw_speeds
 
 DENSE = "--model.converters=mx"
@@ -171,10 +180,11 @@ def gather_facts(machine: Machine) -> dict[str, str]:
     changed = subprocess.run(
         [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
     ).stdout
+    gpu = f"{machine.gpus} x {torch.cuda.get_device_name()}" if machine.gpus else f"none, {machine.cores} CPU cores"
+    peak = bf16_peak(gpu)
     return {
-        "gpu": f"{machine.gpus} x {torch.cuda.get_device_name()}"
-        if machine.gpus
-        else f"none, {machine.cores} CPU cores",
+        "gpu": gpu,
+        "bf16 peak": f"{peak[0]}, {peak[1] / 1e12:,.0f} TFLOP/s dense" if peak else "unknown for this device",
         "torch": torch.__version__,
         "triton": version("triton"),
         "torchtitan": version("torchtitan"),

@@ -17,7 +17,8 @@ from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.linear import MXFP8Linear
 from mxfp8_titan.selection import EXPERTS, LINEAR, Plan, fold_layer_numbers, make_plan
 
-MODELS_WITH_SAVE_LISTS = ("llama3", "llama4", "deepseek_v3", "qwen3")
+MODELS = ("llama4", "llama3", "deepseek_v3", "qwen3")
+"""torchtitan's models that this project is tested with."""
 
 
 class MXConverter:
@@ -108,6 +109,6 @@ def _save_forward_gemms_under_op_checkpointing(choice: BackendChoice) -> None:
     Each model has a save list of its own, global to the process; the host extends it at run time for its own ops too.
     An op that no model runs changes nothing there.
     """
-    for name in MODELS_WITH_SAVE_LISTS:
+    for name in MODELS:
         parallelize = import_module(f"torchtitan.models.{name}.infra.parallelize")
         parallelize._op_sac_save_list.update(choice.backend.forward_ops())

@@ -56,14 +56,23 @@ def read_toml(args: list[str]) -> dict[str, Any]:
 
 
 def flag_value(args: list[str], key: str) -> str | None:
-    """The value of the first --key in `args`; dashes and underscores alike.
+    """The value of the first --key in `args`, or None.
+
+    Raises: ValueError as `flag_values` does.
+    """
+    return next(iter(flag_values(args, key)), None)
+
+
+def flag_values(args: list[str], key: str) -> list[str]:
+    """The values of every --key in `args`, in order; dashes and underscores alike.
 
     Raises: ValueError when the flag stands last, without a value.
     """
+    values = []
     for index, arg in enumerate(args):
         name, equals, value = arg.partition("=")
         if name.replace("-", "_") == f"__{key}":
             if not equals and index + 1 == len(args):
                 raise ValueError(f"{arg} needs a value")
-            return value if equals else args[index + 1]
-    return None
+            values.append(value if equals else args[index + 1])
+    return values

@@ -3,7 +3,6 @@
 Everything is set by environment variables (`USAGE` lists them), as torchtitan's own run_train.sh does.
 """
 
-import contextlib
 import os
 import shlex
 import signal
@@ -14,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tomli
-
+from mxfp8_titan.job_args import flag_values, read_toml
 from mxfp8_titan.report.finish import finish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,6 +72,7 @@ class Job:
     command: list[str]
     env: dict[str, str]
     log: Path
+    processes: int = 1
     check: list[str] = field(default_factory=list)
     """A command that ends non-zero, having said why, where the job could not start; none if empty."""
 
@@ -103,17 +102,17 @@ def make_job(env: Mapping[str, str], flags: list[str], machine: Machine) -> Job:
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
         # Port 0 takes a free one, so that two jobs can run side by side.
         "--rdzv-endpoint=localhost:0", "--role=rank", "--tee=3", f"--log-dir={log.with_suffix('')}",
-        f"--local-ranks-filter={_shown_ranks(env, processes, args, config)}", "-m", "mxfp8_titan.train",
+        f"--local-ranks-filter={_shown_ranks(env, processes, args)}", "-m", "mxfp8_titan.train",
     ]  # fmt: skip
-    job_env = _environment(env, machine, processes)
-    return Job([*torchrun, *args], job_env, log, [sys.executable, "-m", "mxfp8_titan.check", *args])
+    check = [sys.executable, "-m", "mxfp8_titan.check", *args]
+    return Job([*torchrun, *args], _environment(env, machine, processes), log, processes, check)
 
 
-def _shown_ranks(env: Mapping[str, str], processes: int, args: list[str], config: Path) -> str:
+def _shown_ranks(env: Mapping[str, str], processes: int, args: list[str]) -> str:
     """LOG_RANK, or the rank that knows the loss: the first of the last pipeline stage."""
     given = env.get("LOG_RANK", "").strip()
     if not given:
-        stages = _pipeline_stages(args, config)
+        stages = _pipeline_stages(args)
         return str(processes // stages * (stages - 1)) if 0 < stages <= processes else "0"
     ranks = given.split(",")
     if not all(rank.strip().isdecimal() and int(rank) < processes for rank in ranks):
@@ -121,31 +120,20 @@ def _shown_ranks(env: Mapping[str, str], processes: int, args: list[str], config
     return given
 
 
-def _pipeline_stages(args: list[str], config: Path) -> int:
-    """parallelism.pipeline_parallel_degree of the job; 1 where it cannot be read, which training then says."""
-    value = "1"
-    with contextlib.suppress(tomli.TOMLDecodeError, UnicodeDecodeError, AttributeError):
-        value = tomli.loads(config.read_text()).get("parallelism", {}).get("pipeline_parallel_degree", value)
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        key, equals, inline = arg.partition("=")
-        if key.replace("-", "_") == "__parallelism.pipeline_parallel_degree":
-            value = inline if equals else following
-    return int(value) if str(value).isdecimal() else 1
+def _pipeline_stages(args: list[str]) -> int:
+    """parallelism.pipeline_parallel_degree of the job; 1 for what is no number, which the check then says."""
+    section = read_toml(args).get("parallelism")
+    in_toml = section.get("pipeline_parallel_degree", 1) if isinstance(section, dict) else 1
+    value = str([in_toml, *flag_values(args, "parallelism.pipeline_parallel_degree")][-1])
+    return int(value) if value.isdecimal() else 1
 
 
 def run(job: Job) -> int:
     """Run `job`, showing and keeping its output; its exit code. The job ends when this process is told to end, or when
     nobody reads its output any more."""
-    processes = next((arg.partition("=")[2] for arg in job.command if arg.startswith("--nproc-per-node=")), "1")
     if job.check:
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": processes,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "0",
-        }
-        code = subprocess.run(job.check, env={**job.env, **alone}, check=False).returncode
+        env = {**job.env, "WORLD_SIZE": str(job.processes)}
+        code = subprocess.run(job.check, env=env, check=False).returncode
         if code:
             return code
     job.log.parent.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,7 @@ from torchtitan.protocols import train_spec as train_specs
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from mxfp8_titan import local_text
-
-MODELS = ("llama4", "llama3", "deepseek_v3", "qwen3")
+from mxfp8_titan.converter import MODELS
 
 
 class NonFiniteLossError(FloatingPointError):

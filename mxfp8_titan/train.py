@@ -39,10 +39,10 @@ def prepare_host() -> None:
         sys.argv[1:] = add_config_hook(sys.argv[1:])
     except REFUSALS as error:
         refuse(error)
-    if "RANK" not in os.environ:
-        # What torchrun would set; port 0 takes a free one.
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        os.environ.update(alone)
+    # What torchrun would set for a single process; port 0 takes a free one.
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
     # torchtitan warns that the path which asks for the local tokenizer does not exist; it is not meant to.
     logging.getLogger().addFilter(lambda record: "path local_text does not exist" not in record.getMessage())
     if not torch.cuda.is_available():

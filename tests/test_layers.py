@@ -25,7 +25,7 @@ ALLOWED = {
     "bench": {"kernels", "reference", "format", "report"},
     "local_text": set(),
     "flavors": {"local_text"},
-    "model_specs": {"local_text"},
+    "model_specs": {"local_text", "converter"},
     "plugin": {"converter", "flavors", "local_text", "model_specs"},
     "cpu_host": set(),
     "job_args": {"job_config"},
@@ -33,7 +33,7 @@ ALLOWED = {
     "train": {"cpu_host", "preflight", "job_args"},
     "check": {"train"},
     "plan": {"train", "preflight", "backends", "selection"},
-    "launch": {"report"},
+    "launch": {"report", "job_args"},
     "compare": {"launch", "report"},
 }
 

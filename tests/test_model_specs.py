@@ -6,7 +6,8 @@ import pytest
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxfp8_titan import local_text, plugin  # noqa: F401 - registers the specs
-from mxfp8_titan.model_specs import MODELS, FiniteLossMetrics, NonFiniteLossError
+from mxfp8_titan.converter import MODELS
+from mxfp8_titan.model_specs import FiniteLossMetrics, NonFiniteLossError
 
 
 def _config(path, flavor="debugmodel", dataset="local_text", dataset_path=None):

@@ -117,8 +117,10 @@ def make_row(
     )
 
 
-COLUMNS = ("run", "tokens/s per device", "min to max", "x bf16", "TFLOP/s", "reserved GiB", "active GiB",
-           "first step s", "final loss", "largest loss gap", "converted")  # fmt: skip
+COLUMNS = (
+    "run", "tokens/s per device", "min to max", "x bf16", "TFLOP/s", "% of bf16 peak", "reserved GiB",
+    "active GiB", "first step s", "final loss", "largest loss gap", "converted",
+)  # fmt: skip
 
 
 def table(rows: list[Row]) -> list[tuple[str, ...]]:
@@ -126,7 +128,8 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
     cells = [
         (
             row.name, f"{row.median_tps:,.0f}", f"{row.min_tps:,.0f} to {row.max_tps:,.0f}", f"{row.speedup:.3f}",
-            f"{row.tflops:,.2f}", f"{row.reserved_gib:.2f}", f"{row.active_gib:.2f}", f"{row.first_step_s:.1f}",
+            f"{row.tflops:,.2f}", "n/a" if row.peak_percent is None else f"{row.peak_percent:.1f}",
+            f"{row.reserved_gib:.2f}", f"{row.active_gib:.2f}", f"{row.first_step_s:.1f}",
             f"{row.final_loss:.4f}", f"{row.largest_loss_gap:.4f}", row.converted,
         )
         for row in rows

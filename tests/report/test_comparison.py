@@ -46,6 +46,8 @@ def test_the_share_of_the_peak_is_named_only_for_a_known_device_and_flagged_abov
     over = _row("both", _steps([1, 1.2e6, 1.2e6]), baseline)
     assert over.peak_percent == pytest.approx(100 * 1200 / 989)
     assert "Above 100 % of the bf16 peak" in as_markdown([over], {}, {})
+    assert "| 121.3 |" in as_markdown([over], {}, {})
+    assert "| n/a |" in as_markdown([_row("bf16", baseline, baseline, "none, 2 CPU cores")], {}, {})
 
 
 def test_the_noise_between_equal_runs_is_stated():
