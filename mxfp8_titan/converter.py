@@ -111,4 +111,4 @@ def _save_forward_gemms_under_op_checkpointing(choice: BackendChoice) -> None:
     """
     for name in MODELS:
         parallelize = import_module(f"torchtitan.models.{name}.infra.parallelize")
-        parallelize._op_sac_save_list.update(choice.backend.forward_ops())
+        parallelize._op_sac_save_list.update(choice.backend.saved_ops)

@@ -1,47 +1,79 @@
-"""What a backend offers to autograd: three GEMMs for a linear layer and three for grouped experts.
+"""What a backend offers to autograd: operands made once, and the three GEMMs that multiply them.
 
-Each takes unquantized tensors and quantizes both operands itself, along the dim that the GEMM contracts, so that
-a backend is free to fuse, cache or lay out as its hardware wants.
+An operand is a tuple of tensors that only its backend can read: autograd carries it from where it is made to where it
+is multiplied, and saves it for backward. So a backend is free to quantize early or late, to save FP8 or bf16, and to
+lay out scales as its hardware wants; each tensor is quantized once for all products it takes part in.
+
+A layer is dense, w (N, K) and group_ends None, or grouped, w (E, N, K) and group_ends (E,) int32. Weights come as
+a list of matrices with the same K that are joined along N, so that w1 and w3 of a SwiGLU layer are one product.
 """
 
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+Operand = tuple[Tensor, ...]
+
+
+class Tokens(NamedTuple):
+    """x, dy or h: as the left operand of y or dx, and as an operand of dw (empty when that was not asked for)."""
+
+    rows: Operand
+    dw: Operand
+
+
+class Weights(NamedTuple):
+    """w for y, and what makes w for dx cheaper later; the second is never weight-sized, because it outlives FSDP2's
+    reshard."""
+
+    y: Operand
+    kept: Operand
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Six ops. All tensors are 2D or 3D, plain, of any strides; fp32, bf16 or fp16 in, `out_dtype` out.
+    """All tensors are plain, of any strides, fp32, bf16 or fp16. `rounding` is FLOOR or RCEIL.
 
-    Every op is visible to torch.compile and to activation checkpointing as one node.
+    Rows past group_ends[-1] may hold anything, influence nothing, and are zero in y and dx.
+    Every op inside is visible to torch.compile and to activation checkpointing as one node.
     """
 
     name: str
     home: str
     """Where it is defined, as module:variable. A pickled module refers to its backend by this."""
 
-    linear_y: Callable[..., Tensor]
-    """(x (T, K), w (N, K), rounding, out_dtype) -> x @ w^T (T, N)"""
-    linear_dx: Callable[..., Tensor]
-    """(dy (T, N), w (N, K), rounding, out_dtype) -> dy @ w (T, K)"""
-    linear_dw: Callable[..., Tensor]
-    """(dy (T, N), x (T, K), rounding, out_dtype) -> dy^T @ x (N, K)"""
+    group_alignment: int
+    """What the size of each group of tokens must be a multiple of."""
 
-    grouped_y: Callable[..., Tensor]
-    """(x (T, K), w (E, N, K), group_ends (E,) int32, rounding, out_dtype) -> (T, N)"""
-    grouped_dx: Callable[..., Tensor]
-    """(dy (T, N), w (E, N, K), group_ends (E,) int32, rounding, out_dtype) -> (T, K)"""
-    grouped_dw: Callable[..., Tensor]
-    """(dy (T, N), x (T, K), group_ends (E,) int32, rounding, out_dtype) -> (E, N, K)"""
+    quantize_tokens: Callable[..., Tokens]
+    """(x (T, K), group_ends, rounding, for_dw) -> Tokens"""
+    quantize_weights: Callable[..., Weights]
+    """(ws, rounding, for_dx) -> Weights"""
+    quantize_weights_for_dx: Callable[..., Operand]
+    """(ws, kept, rounding) -> the right operand of dx"""
+
+    y: Callable[..., Tensor]
+    """(rows, weights, group_ends, rounding, out_dtype) -> x @ w^T (T, N)"""
+    dx: Callable[..., Tensor]
+    """(rows, weights, group_ends, rounding, out_dtype) -> dy @ w (T, K)"""
+    dw: Callable[..., list[Tensor]]
+    """(dy, x, group_ends, rounding, parts, out_dtype) -> dy^T @ x, cut along N into `parts` (N / parts, K) or
+    (E, N / parts, K)"""
+
+    swiglu: Callable[..., tuple[Tokens, Operand]]
+    """(h13 (T, 2H), group_ends, rounding, for_dw) -> h = silu(h1) * h3 (T, H), and what swiglu_backward needs
+    besides h13"""
+    swiglu_backward: Callable[..., tuple[Tokens, Operand]]
+    """(dh (T, H), h13, that, group_ends, rounding, for_dw13) -> dh13 (T, 2H), and h again as an operand of dw"""
+
+    saved_ops: tuple[Callable[..., Tensor], ...]
+    """The ops whose outputs selective activation checkpointing should save, as it saves aten.mm's."""
 
     def __reduce__(self) -> tuple:
         return pkgutil.resolve_name, (self.home,)
 
     def __deepcopy__(self, memo: dict) -> "Backend":
         return self
-
-    def forward_ops(self) -> tuple[Callable[..., Tensor], ...]:
-        """The ops whose outputs selective activation checkpointing should save, as it saves aten.mm's."""
-        return self.linear_y, self.grouped_y

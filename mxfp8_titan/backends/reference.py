@@ -1,94 +1,104 @@
 """Emulation: MXFP8 operands made and multiplied in plain PyTorch, on any device.
 
-The ops are opaque to torch.compile. Traced through, the quantizer's block reshapes break Inductor's CPU code
-generation, which also has no C++ type for E8M0 (seen on torch 2.11 and 2.13).
+Operands stay unquantized until they are multiplied. The three products are opaque to torch.compile: traced through,
+the quantizer's block reshapes break Inductor's CPU code generation, which also has no C++ type for E8M0 (seen on
+torch 2.11 and 2.13).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mxfp8_titan.backends.interface import Backend
+from mxfp8_titan.backends.interface import Backend, Operand, Tokens, Weights
 from mxfp8_titan.reference.gemm import gemm
 from mxfp8_titan.reference.grouped_gemm import check_same_rows, grouped_gemm, grouped_gemm_over_rows
-from mxfp8_titan.reference.quantize import quantize_along_k, quantize_along_n, quantize_along_t
+from mxfp8_titan.reference.quantize import Quantized, quantize_along_k, quantize_along_n, quantize_along_t
 
 
-@torch.library.custom_op("mxfp8_titan::reference_linear_y", mutates_args=())
-def linear_y(x: Tensor, w: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """x_along_k @ w_along_k^T (T, N)."""
-    return gemm(quantize_along_k(x, rounding), quantize_along_k(w, rounding), out_dtype)
+@torch.library.custom_op("mxfp8_titan::reference_y", mutates_args=())
+def reference_y(
+    x: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype
+) -> Tensor:
+    """x_along_k @ w_along_k^T (T, N), for the rows of each expert if there are groups."""
+    return _rows_times(x, quantize_along_k(torch.cat(ws, -2), rounding), group_ends, rounding, out_dtype)
 
 
-@linear_y.register_fake
-def _(x: Tensor, w: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
+@reference_y.register_fake
+def _(x: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], sum(w.shape[-2] for w in ws)), dtype=out_dtype)
 
 
-@torch.library.custom_op("mxfp8_titan::reference_linear_dx", mutates_args=())
-def linear_dx(dy: Tensor, w: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """dy_along_n @ w_along_n (T, K)."""
-    return gemm(quantize_along_k(dy, rounding), quantize_along_n(w, rounding), out_dtype)
+@torch.library.custom_op("mxfp8_titan::reference_dx", mutates_args=())
+def reference_dx(
+    dy: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype
+) -> Tensor:
+    """dy_along_n @ w_along_n (T, K), for the rows of each expert if there are groups."""
+    return _rows_times(dy, quantize_along_n(torch.cat(ws, -2), rounding), group_ends, rounding, out_dtype)
 
 
-@linear_dx.register_fake
-def _(dy: Tensor, w: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    return dy.new_empty((dy.shape[0], w.shape[1]), dtype=out_dtype)
+@reference_dx.register_fake
+def _(dy: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype) -> Tensor:
+    return dy.new_empty((dy.shape[0], ws[0].shape[-1]), dtype=out_dtype)
 
 
-@torch.library.custom_op("mxfp8_titan::reference_linear_dw", mutates_args=())
-def linear_dw(dy: Tensor, x: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """dy_along_t^T @ x_along_t (N, K)."""
+@torch.library.custom_op("mxfp8_titan::reference_dw", mutates_args=())
+def reference_dw(
+    dy: Tensor, x: Tensor, group_ends: Tensor | None, rounding: str, parts: int, out_dtype: torch.dtype
+) -> list[Tensor]:
+    """dy_along_t^T @ x_along_t (N, K), over the rows of each expert if there are groups, cut along N."""
     check_same_rows(dy, x)
-    return gemm(quantize_along_t(dy, rounding), quantize_along_t(x, rounding), out_dtype)
+    if group_ends is None:
+        dw = gemm(quantize_along_t(dy, rounding), quantize_along_t(x, rounding), out_dtype)
+    else:
+        dw = grouped_gemm_over_rows(dy, x, group_ends, rounding, out_dtype)
+    return [dw] if parts == 1 else [part.clone() for part in dw.chunk(parts, -2)]
 
 
-@linear_dw.register_fake
-def _(dy: Tensor, x: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    return dy.new_empty((dy.shape[1], x.shape[1]), dtype=out_dtype)
+@reference_dw.register_fake
+def _(
+    dy: Tensor, x: Tensor, group_ends: Tensor | None, rounding: str, parts: int, out_dtype: torch.dtype
+) -> list[Tensor]:
+    experts = () if group_ends is None else (group_ends.shape[0],)
+    return [x.new_empty((*experts, dy.shape[1] // parts, x.shape[1]), dtype=out_dtype) for _ in range(parts)]
 
 
-@torch.library.custom_op("mxfp8_titan::reference_grouped_y", mutates_args=())
-def grouped_y(x: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """x_along_k @ w_along_k[e]^T for the rows of each expert e (T, N)."""
-    return grouped_gemm(quantize_along_k(x, rounding), quantize_along_k(w, rounding), group_ends, out_dtype)
+def _rows_times(x: Tensor, w: Quantized, group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype) -> Tensor:
+    x_along_k = quantize_along_k(x, rounding)
+    if group_ends is None:
+        return gemm(x_along_k, w, out_dtype)
+    return grouped_gemm(x_along_k, w, group_ends, out_dtype)
 
 
-@grouped_y.register_fake
-def _(x: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype)
+def _tokens(x: Tensor, for_dw: bool) -> Tokens:
+    return Tokens((x,), (x,) if for_dw else ())
 
 
-@torch.library.custom_op("mxfp8_titan::reference_grouped_dx", mutates_args=())
-def grouped_dx(dy: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """dy_along_n @ w_along_n[e] for the rows of each expert e (T, K)."""
-    return grouped_gemm(quantize_along_k(dy, rounding), quantize_along_n(w, rounding), group_ends, out_dtype)
+def _swiglu_backward(
+    dh: Tensor, h13: Tensor, kept: Operand, group_ends: Tensor | None, rounding: str, for_dw13: bool
+) -> tuple[Tokens, Operand]:
+    """In the steps and roundings of PyTorch's own backward of `F.silu(h1) * h3`."""
+    h1, h3 = h13.chunk(2, -1)
+    silu = F.silu(h1)
+    dh13 = torch.cat((torch.ops.aten.silu_backward(dh * h3, h1), dh * silu), -1)
+    return _tokens(dh13, for_dw13), (silu * h3,)
 
 
-@grouped_dx.register_fake
-def _(dy: Tensor, w: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    return dy.new_empty((dy.shape[0], w.shape[2]), dtype=out_dtype)
+def _swiglu(h13: Tensor, group_ends: Tensor | None, rounding: str, for_dw: bool) -> tuple[Tokens, Operand]:
+    h1, h3 = h13.chunk(2, -1)
+    return _tokens(F.silu(h1) * h3, for_dw), ()
 
-
-@torch.library.custom_op("mxfp8_titan::reference_grouped_dw", mutates_args=())
-def grouped_dw(dy: Tensor, x: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    """dy_along_t^T @ x_along_t over the rows of each expert (E, N, K)."""
-    return grouped_gemm_over_rows(dy, x, group_ends, rounding, out_dtype)
-
-
-@grouped_dw.register_fake
-def _(dy: Tensor, x: Tensor, group_ends: Tensor, rounding: str, out_dtype: torch.dtype) -> Tensor:
-    return dy.new_empty((group_ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype)
-
-
-_ops = torch.ops.mxfp8_titan
 
 REFERENCE = Backend(
     name="reference",
     home="mxfp8_titan.backends.reference:REFERENCE",
-    linear_y=_ops.reference_linear_y.default,
-    linear_dx=_ops.reference_linear_dx.default,
-    linear_dw=_ops.reference_linear_dw.default,
-    grouped_y=_ops.reference_grouped_y.default,
-    grouped_dx=_ops.reference_grouped_dx.default,
-    grouped_dw=_ops.reference_grouped_dw.default,
+    group_alignment=1,
+    quantize_tokens=lambda x, group_ends, rounding, for_dw: _tokens(x, for_dw),
+    quantize_weights=lambda ws, rounding, for_dx: Weights(tuple(ws), ()),
+    quantize_weights_for_dx=lambda ws, kept, rounding: tuple(ws),
+    y=lambda rows, weights, *rest: torch.ops.mxfp8_titan.reference_y(*rows, list(weights), *rest),
+    dx=lambda rows, weights, *rest: torch.ops.mxfp8_titan.reference_dx(*rows, list(weights), *rest),
+    dw=lambda dy, x, *rest: torch.ops.mxfp8_titan.reference_dw(*dy, *x, *rest),
+    swiglu=_swiglu,
+    swiglu_backward=_swiglu_backward,
+    saved_ops=(torch.ops.mxfp8_titan.reference_y.default,),
 )

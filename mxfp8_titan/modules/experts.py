@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
-from mxfp8_titan.autograd.grouped_linear import GroupedLinearFunction
+from mxfp8_titan.autograd.linear import LinearFunction
+from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.format import BLOCK_SIZE
 from mxfp8_titan.job_config import Recipe
@@ -41,20 +42,21 @@ class MXFP8GroupedExperts(GroupedExperts):
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+        # Under expert parallelism the dispatch hook has already padded the groups.
         experts_are_sharded = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
-        # Under expert parallelism the dispatch hook has already padded and sorted the tokens.
-        run = self._run if experts_are_sharded else moe_utils.indices_padding_wrapper(self._run)
-        return run(w1, w2, w3, x, num_tokens_per_expert)
+        # torch's bf16 dw needs padding whatever the backend does. Where nothing does, four copies of x are saved.
+        any_size_fits = self.backend.group_alignment == 1 and self.recipe.wgrad_in_mxfp8
+        if experts_are_sharded or any_size_fits:
+            return self._run(w1, w2, w3, x, num_tokens_per_expert)
+        return moe_utils.indices_padding_wrapper(self._run)(w1, w2, w3, x, num_tokens_per_expert)
 
     def _run(self, w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         group_ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-        dtype = output_dtype(x)
-
-        def grouped(a: Tensor, w: Tensor) -> Tensor:
-            return GroupedLinearFunction.apply(a, w, group_ends, self.recipe, self.backend, dtype)
-
-        h = F.silu(grouped(x, w1)) * grouped(x, w3)
-        return grouped(h, w2).type_as(x)
+        how = self.recipe, self.backend, output_dtype(x)
+        if self.recipe.wgrad_in_mxfp8:
+            return SwiGLUMLPFunction.apply(x, w1, w2, w3, group_ends, *how).type_as(x)
+        h1, h3 = (LinearFunction.apply(x, w, group_ends, *how) for w in (w1, w3))
+        return LinearFunction.apply(F.silu(h1) * h3, w2, group_ends, *how).type_as(x)
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.w1.shape

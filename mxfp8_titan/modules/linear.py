@@ -36,7 +36,7 @@ class MXFP8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
-        y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), w, self.recipe, self.backend, output_dtype(x))
+        y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), w, None, self.recipe, self.backend, output_dtype(x))
         return y.view(*x.shape[:-1], w.shape[0])
 
     def _sharded_product(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tests.oracles import FLOOR_RECIPE, RCEIL_RECIPE, SQNR_BUDGETS, sqnr
 
 def _forward_backward(x, w, dy, recipe=RCEIL_RECIPE, out_dtype=None):
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    y = LinearFunction.apply(x, w, recipe, REFERENCE, out_dtype or x.dtype)
+    y = LinearFunction.apply(x, w, None, recipe, REFERENCE, out_dtype or x.dtype)
     y.backward(dy)
     return y.detach(), x.grad, w.grad
 
@@ -100,14 +100,18 @@ class _Counting:
 
 @pytest.mark.parametrize(
     ("x_needs", "w_needs", "expected"),
-    [(True, True, {"linear_dx", "linear_dw"}), (True, False, {"linear_dx"}), (False, True, {"linear_dw"})],
+    [
+        (True, True, {"quantize_weights_for_dx", "dx", "dw"}),
+        (True, False, {"quantize_weights_for_dx", "dx"}),
+        (False, True, {"dw"}),
+    ],
 )
 def test_a_gradient_that_nobody_asks_for_costs_no_gemm(x_needs, w_needs, expected):
     backend = _Counting()
     x = torch.randn(32, 64, requires_grad=x_needs)
     w = torch.randn(96, 64, requires_grad=w_needs)
-    LinearFunction.apply(x, w, RCEIL_RECIPE, backend, x.dtype).sum().backward()
-    assert set(backend.ran) == {"linear_y"} | expected
+    LinearFunction.apply(x, w, None, RCEIL_RECIPE, backend, x.dtype).sum().backward()
+    assert set(backend.ran) == {"quantize_tokens", "quantize_weights", "y"} | expected
     assert (x.grad is not None, w.grad is not None) == (x_needs, w_needs)
 
 
@@ -136,7 +140,7 @@ def test_nan_and_inf_reach_the_output_row_they_belong_to_and_no_other(bad, devic
 
 def test_a_second_derivative_is_refused():
     x = torch.randn(32, 64, requires_grad=True)
-    y = LinearFunction.apply(x, torch.randn(32, 64), RCEIL_RECIPE, REFERENCE, x.dtype)
+    y = LinearFunction.apply(x, torch.randn(32, 64), None, RCEIL_RECIPE, REFERENCE, x.dtype)
     (dx,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ class _ExpertByExpert(nn.Module):
     def forward(self, x, num_tokens_per_expert):
         outs = []
         for e, rows in enumerate(x.split(num_tokens_per_expert.int().tolist())):
-            a, b = (LinearFunction.apply(rows, w[e], RECIPE, REFERENCE, x.dtype) for w in (self.w1, self.w3))
-            outs.append(LinearFunction.apply(F.silu(a) * b, self.w2[e], RECIPE, REFERENCE, x.dtype))
+            a, b = (LinearFunction.apply(rows, w[e], None, RECIPE, REFERENCE, x.dtype) for w in (self.w1, self.w3))
+            outs.append(LinearFunction.apply(F.silu(a) * b, self.w2[e], None, RECIPE, REFERENCE, x.dtype))
         return torch.cat(outs)
 
 
@@ -93,22 +94,58 @@ def test_a_whole_moe_layer_equals_one_that_runs_expert_by_expert(top_k, score_be
         torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
 
-def test_every_group_that_reaches_the_gemm_is_a_multiple_of_32(device):
+@pytest.mark.parametrize("alignment", [1, 32])
+def test_groups_reach_the_gemm_in_multiples_of_what_the_backend_asks_for(alignment, device):
     seen = []
 
-    def recording_y(x, w, group_ends, rounding, out_dtype):
+    def recording_y(rows, weights, group_ends, *rest):
         seen.append(group_ends.diff(prepend=group_ends.new_zeros(1)).tolist())
-        return REFERENCE.grouped_y(x, w, group_ends, rounding, out_dtype)
+        return REFERENCE.y(rows, weights, group_ends, *rest)
 
-    backend = Backend(**{**vars(REFERENCE), "grouped_y": recording_y})
+    backend = Backend(**{**vars(REFERENCE), "y": recording_y, "group_alignment": alignment})
     args = MoEArgs(num_experts=8, top_k=1, use_grouped_mm=False)
     moe = MoE(args, dim=64, hidden_dim=96).to(device)
     with torch.no_grad():
         moe.init_weights(init_std=0.1, buffer_device=torch.device(device))
     MXFP8GroupedExperts.from_experts(moe.experts, RECIPE, backend)
     moe(torch.randn(1, 1000, 64, device=device))
-    assert len(seen) == 3
-    assert all(count % 32 == 0 for counts in seen for count in counts)
+    assert len(seen) == 2
+    assert all(count % alignment == 0 for counts in seen for count in counts)
+    assert all((sum(counts) == 1000) == (alignment == 1) for counts in seen)
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 7, 53], [0, 0, 0, 100]])
+def test_padding_the_groups_changes_nothing_but_the_order_of_sums(counts, device):
+    _, mx = _experts(device=device)
+    padded = copy.deepcopy(mx)
+    padded.backend = Backend(**{**vars(REFERENCE), "group_alignment": 32})
+    x, tokens = torch.randn(100, 64, device=device), torch.tensor(counts, device=device)
+    results = []
+    for module in (mx, padded):
+        inp = x.clone().requires_grad_()
+        y = module(inp, tokens)
+        y.square().sum().backward()
+        results.append((y, inp.grad, module.w1.grad, module.w2.grad, module.w3.grad))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_weight_gradients_leave_the_other_products_as_they_are(device):
+    _, mx = _experts(device=device)
+    bf16_dw = copy.deepcopy(mx)
+    bf16_dw.recipe = replace(RECIPE, wgrad_in_mxfp8=False)
+    x, tokens = torch.randn(100, 64, device=device), torch.tensor([40, 0, 7, 53], device=device)
+    results = []
+    for module in (mx, bf16_dw):
+        inp = x.clone().requires_grad_()
+        y = module(inp, tokens)
+        y.square().sum().backward()
+        results.append((y, inp.grad, module.w2.grad))
+    (y, dx, dw2), (other_y, other_dx, other_dw2) = results
+    torch.testing.assert_close(y, other_y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, other_dx, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(dw2, other_dw2)
+    torch.testing.assert_close(dw2, other_dw2, rtol=0.2, atol=0.1 * dw2.abs().max().item())
 
 
 def test_the_host_s_group_alignment_is_its_own_again_after_every_call(device):
@@ -124,6 +161,7 @@ def test_the_host_s_group_alignment_is_its_own_again_after_every_call(device):
 
 def test_a_larger_alignment_set_by_the_user_is_kept(device):
     _, mx = _experts(device=device)
+    mx.backend = Backend(**{**vars(REFERENCE), "group_alignment": 32})
     x, tokens = torch.randn(200, 64, device=device), torch.tensor([90, 30, 80, 0], device=device)
     want = mx(x, tokens)
     before = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
@@ -139,10 +177,10 @@ def test_frozen_w1_and_w3_cost_no_weight_gradient(device):
     ran = []
 
     def recording_dw(*args):
-        ran.append("grouped_dw")
-        return REFERENCE.grouped_dw(*args)
+        ran.append("dw")
+        return REFERENCE.dw(*args)
 
-    backend = Backend(**{**vars(REFERENCE), "grouped_dw": recording_dw})
+    backend = Backend(**{**vars(REFERENCE), "dw": recording_dw})
     plain = GroupedExperts(64, 96, 4, use_grouped_mm=False).to(device)
     for parameter in plain.parameters():
         nn.init.normal_(parameter)
@@ -150,7 +188,7 @@ def test_frozen_w1_and_w3_cost_no_weight_gradient(device):
     mx.w1.requires_grad_(False)
     mx.w3.requires_grad_(False)
     mx(torch.randn(32, 64, device=device), torch.tensor([32, 0, 0, 0], device=device)).sum().backward()
-    assert ran == ["grouped_dw"]
+    assert ran == ["dw"]
     assert (mx.w1.grad, mx.w3.grad) == (None, None)
 
 

@@ -17,7 +17,7 @@ RECIPE = RECIPES["mxfp8_emulated_rceil"]
 
 def _product(x, linear, out_dtype=None):
     """The module's answer from the autograd function, which has tests of its own."""
-    y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), linear.weight, RECIPE, REFERENCE, out_dtype or x.dtype)
+    y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), linear.weight, None, RECIPE, REFERENCE, out_dtype or x.dtype)
     y = y.reshape(*x.shape[:-1], linear.out_features)
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from mxfp8_titan.autograd.grouped_linear import GroupedLinearFunction
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.format import RCEIL
@@ -12,7 +11,7 @@ from tests.oracles import RCEIL_RECIPE, SQNR_BUDGETS, sqnr
 def _forward_backward(x, w, dy, counts, recipe=RCEIL_RECIPE):
     ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    y = GroupedLinearFunction.apply(x, w, ends, recipe, REFERENCE, x.dtype)
+    y = LinearFunction.apply(x, w, ends, recipe, REFERENCE, x.dtype)
     y.backward(dy)
     return y.detach(), x.grad, w.grad
 
@@ -50,7 +49,7 @@ def test_each_group_equals_a_dense_layer_of_its_own(counts, device):
     for expert, count in enumerate(counts):
         rows = slice(start, start + count)
         xe, we = x[rows].detach().requires_grad_(), w[expert].detach().requires_grad_()
-        ye = LinearFunction.apply(xe, we, RCEIL_RECIPE, REFERENCE, torch.float32)
+        ye = LinearFunction.apply(xe, we, None, RCEIL_RECIPE, REFERENCE, torch.float32)
         ye.backward(dy[rows])
         assert torch.equal(y[rows], ye)
         assert torch.equal(dx[rows], xe.grad)
@@ -106,6 +105,6 @@ def test_frozen_experts_have_no_weight_gradient(device):
     x, w, dy = _data(64, 64, 96, 2, device)
     x.requires_grad_()
     ends = torch.tensor([32, 64], dtype=torch.int32, device=device)
-    GroupedLinearFunction.apply(x, w, ends, RCEIL_RECIPE, REFERENCE, x.dtype).backward(dy)
+    LinearFunction.apply(x, w, ends, RCEIL_RECIPE, REFERENCE, x.dtype).backward(dy)
     assert x.grad is not None
     assert w.grad is None

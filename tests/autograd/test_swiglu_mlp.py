@@ -1,0 +1,66 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mxfp8_titan.autograd.linear import LinearFunction
+from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
+from mxfp8_titan.backends.reference import REFERENCE
+from tests.oracles import RCEIL_RECIPE
+
+HOW = (RCEIL_RECIPE, REFERENCE, torch.float32)
+
+
+def _layer_by_layer(x, w1, w2, w3, group_ends):
+    h1, h3 = (LinearFunction.apply(x, w, group_ends, *HOW) for w in (w1, w3))
+    return LinearFunction.apply(F.silu(h1) * h3, w2, group_ends, *HOW)
+
+
+def _data(grouped, device):
+    experts = (3,) if grouped else ()
+    shapes = (96, 64), (*experts, 128, 64), (*experts, 64, 128), (*experts, 128, 64)
+    ends = torch.tensor([10, 10, 70], dtype=torch.int32, device=device) if grouped else None
+    return [torch.randn(shape, device=device) for shape in shapes], ends
+
+
+def _run(function, tensors, needs, *rest):
+    leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+    y = function(*leaves, *rest)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y))
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=4) if any(n)])
+def test_output_and_asked_gradients_equal_those_of_three_layers(grouped, needs, device):
+    tensors, ends = _data(grouped, device)
+    got = _run(SwiGLUMLPFunction.apply, tensors, needs, ends, *HOW)
+    want = _run(_layer_by_layer, tensors, needs, ends)
+    assert [g is None for g in got] == [w is None for w in want]
+    for g, w in zip(got, want, strict=True):
+        # Joined products add in another order.
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-4)
+
+
+def test_garbage_past_the_last_group_changes_nothing_and_gets_zeros(device):
+    tensors, ends = _data(True, device)
+    clean = _run(SwiGLUMLPFunction.apply, tensors, (True,) * 4, ends, *HOW)
+    tensors[0][70:] = float("nan")
+    dirty = _run(SwiGLUMLPFunction.apply, tensors, (True,) * 4, ends, *HOW)
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert (dirty[0][70:] == 0).all()
+    assert (dirty[1][70:] == 0).all()
+
+
+def test_compiles_into_one_graph_and_equals_eager(device):
+    tensors, ends = _data(True, device)
+    compiled = torch.compile(
+        lambda *args: SwiGLUMLPFunction.apply(*args, *HOW),
+        fullgraph=True,
+        backend="inductor" if device == "cuda" else "aot_eager",
+    )
+    got = _run(compiled, tensors, (True,) * 4, ends)
+    want = _run(SwiGLUMLPFunction.apply, tensors, (True,) * 4, ends, *HOW)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-4)
