@@ -32,6 +32,10 @@ class Recipe:
     than sm100 but lacks its block-scaled tensor cores."""
     wgrad_in_mxfp8: bool = True
     """Whether dw is an MXFP8 product; otherwise bf16."""
+    gemm: str = "auto"
+    """Whose GEMMs run: PyTorch's (library), this project's (own), or per shape the one that measured faster (auto)."""
+    fast_accumulation: bool = False
+    """Whether partial sums stay in the FP8 tensor core's few bits."""
 
 
 _SM90, _SM100, _SM103 = (9, 0), (10, 0), (10, 3)
@@ -78,13 +82,26 @@ class MX:
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
     """Precision of the weight-gradient GEMMs."""
 
+    gemm: Literal["auto", "library", "own"] = "auto"
+    """GEMMs of the fast recipes: PyTorch's (library), this project's kernels (own), or auto, per shape the one that
+    measured faster."""
+
+    fast_accumulation: bool = False
+    """mxfp8_hopper only, library GEMMs only. Faster and unsafe: Hopper's FP8 tensor cores then keep about 14 bits of
+    every partial sum, and data with a mean loses the result (27 dB at K = 5120, 5 dB at 131072, where full
+    accumulation keeps 51), dw above all."""
+
     metrics_file: str = ""
     """File to which each logged step's metrics are added, one JSON object a line; converters or not. Empty: none."""
 
     def __post_init__(self) -> None:
         for name in ("filter_fqns", "moe_fqns_prototype"):
             setattr(self, name, _split_entries(name, getattr(self, name)))
-        for name, allowed in (("recipe_name", (AUTO, *RECIPES)), ("wgrad", ("mxfp8", "bf16"))):
+        for name, allowed in (
+            ("recipe_name", (AUTO, *RECIPES)),
+            ("wgrad", ("mxfp8", "bf16")),
+            ("gemm", ("auto", "library", "own")),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(
@@ -92,8 +109,14 @@ class MX:
                 )
         if not isinstance(self.metrics_file, str):
             raise TypeError(f"mx.metrics_file is {self.metrics_file!r}, needs a path")
-        if not isinstance(self.dense, bool):
-            raise TypeError(f"mx.dense is {self.dense!r}, needs true or false")
+        for name in ("dense", "fast_accumulation"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"mx.{name} is {getattr(self, name)!r}, needs true or false")
+        if self.fast_accumulation and self.gemm == "own":
+            raise ValueError(
+                "mx.fast_accumulation is true and mx.gemm is own, but this project's kernels accumulate in full only: "
+                "drop one of them"
+            )
 
     @property
     def user_gave_filter(self) -> bool:
@@ -143,5 +166,15 @@ def _split_entries(name: str, value: object) -> list[str]:
 
 
 def recipe_from(mx: MX, name: str) -> Recipe:
-    """The Recipe called `name`, with the [mx] section's choice of weight-gradient precision."""
-    return replace(RECIPES[name], wgrad_in_mxfp8=mx.wgrad == "mxfp8")
+    """The Recipe called `name`, with what else the [mx] section chooses.
+
+    Raises: ValueError for fast accumulation with a recipe that has no such choice.
+    """
+    if mx.fast_accumulation and name != "mxfp8_hopper":
+        raise ValueError(f"mx.fast_accumulation is true, and recipe {name} always accumulates in full: drop the flag")
+    return replace(
+        RECIPES[name],
+        wgrad_in_mxfp8=mx.wgrad == "mxfp8",
+        gemm="library" if mx.fast_accumulation else mx.gemm,
+        fast_accumulation=mx.fast_accumulation,
+    )

@@ -101,3 +101,13 @@ def test_one_hook_brings_the_other(tmp_path):
 def test_typos_and_wrong_values_in_toml_are_refused(tmp_path, toml, message):
     with pytest.raises((ValueError, TypeError), match=message):
         _parse(tmp_path, toml)
+
+
+def test_fast_accumulation_is_refused_where_nothing_has_it():
+    with pytest.raises(ValueError, match="gemm is own, but this project's kernels accumulate in full only"):
+        MX(fast_accumulation=True, gemm="own")
+    with pytest.raises(ValueError, match="recipe mxfp8_emulated always accumulates in full"):
+        recipe_from(MX(fast_accumulation=True), "mxfp8_emulated")
+    recipe = recipe_from(MX(fast_accumulation=True), "mxfp8_hopper")
+    assert recipe.fast_accumulation
+    assert recipe.gemm == "library"

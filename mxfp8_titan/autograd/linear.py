@@ -30,15 +30,15 @@ class LinearFunction(torch.autograd.Function):
         ctx, x: Tensor, w: Tensor, group_ends: Tensor | None, recipe: Recipe, backend: Backend, out_dtype: torch.dtype
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        tokens = backend.quantize_tokens(x, group_ends, recipe.rounding, needs_dw and recipe.wgrad_in_mxfp8)
-        weights = backend.quantize_weights([w], recipe.rounding, needs_dx)
+        tokens = backend.quantize_tokens(x, group_ends, recipe, needs_dw and recipe.wgrad_in_mxfp8)
+        weights = backend.quantize_weights([w], recipe, needs_dx)
         for_dw = tokens.dw if recipe.wgrad_in_mxfp8 else (x,) if needs_dw else ()
         for_dx = (w, *weights.kept) if needs_dx else ()
         ctx.save_for_backward(group_ends, *for_dw, *for_dx)
         ctx.saved_for_dw = len(for_dw)
         ctx.recipe, ctx.backend = recipe, backend
         ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
-        return backend.y(tokens.rows, weights.y, group_ends, recipe.rounding, out_dtype)
+        return backend.y(tokens.rows, weights.y, group_ends, recipe, out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -50,13 +50,13 @@ class LinearFunction(torch.autograd.Function):
         mxfp8_dw = needs_dw and recipe.wgrad_in_mxfp8
         dx = dw = None
         if needs_dx or mxfp8_dw:
-            tokens = backend.quantize_tokens(dy, group_ends, recipe.rounding, mxfp8_dw)
+            tokens = backend.quantize_tokens(dy, group_ends, recipe, mxfp8_dw)
         if needs_dx:
             w, *kept = for_dx
-            weights = backend.quantize_weights_for_dx([w], tuple(kept), recipe.rounding)
-            dx = backend.dx(tokens.rows, weights, group_ends, recipe.rounding, ctx.x_dtype)
+            weights = backend.quantize_weights_for_dx([w], tuple(kept), recipe)
+            dx = backend.dx(tokens.rows, weights, group_ends, recipe, ctx.x_dtype)
         if mxfp8_dw:
-            (dw,) = backend.dw(tokens.dw, tuple(x), group_ends, recipe.rounding, 1, ctx.w_dtype)
+            (dw,) = backend.dw(tokens.dw, tuple(x), group_ends, recipe, 1, ctx.w_dtype)
         elif needs_dw:
             dw = _dw_in_bf16(dy, *x, group_ends).to(ctx.w_dtype)
         return dx, dw, None, None, None, None

@@ -30,24 +30,23 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         recipe: Recipe, backend: Backend, out_dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw1, needs_dw2, needs_dw3 = ctx.needs_input_grad[:4]
-        rounding = recipe.rounding
         needs_dh = needs_dx or needs_dw1 or needs_dw3
-        tokens = backend.quantize_tokens(x, group_ends, rounding, needs_dw1 or needs_dw3)
-        w13 = backend.quantize_weights([w1, w3], rounding, needs_dx)
-        h13 = backend.y(tokens.rows, w13.y, group_ends, rounding, out_dtype)
-        h, h_kept = backend.swiglu(h13, group_ends, rounding, needs_dw2)
-        w2_operands = backend.quantize_weights([w2], rounding, needs_dh)
+        tokens = backend.quantize_tokens(x, group_ends, recipe, needs_dw1 or needs_dw3)
+        w13 = backend.quantize_weights([w1, w3], recipe, needs_dx)
+        h13 = backend.y(tokens.rows, w13.y, group_ends, recipe, out_dtype)
+        h, h_kept = backend.swiglu(h13, group_ends, recipe, needs_dw2)
+        w2_operands = backend.quantize_weights([w2], recipe, needs_dh)
         ctx.save_for_backward(group_ends, h13, w1, w2, w3, *tokens.dw, *h_kept, *w13.kept, *w2_operands.kept)
         ctx.counts = [len(part) for part in (tokens.dw, h_kept, w13.kept, w2_operands.kept)]
         ctx.recipe, ctx.backend, ctx.out_dtype, ctx.x_dtype = recipe, backend, out_dtype, x.dtype
-        return backend.y(h.rows, w2_operands.y, group_ends, rounding, out_dtype)
+        return backend.y(h.rows, w2_operands.y, group_ends, recipe, out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
         needs_dx, needs_dw1, needs_dw2, needs_dw3 = ctx.needs_input_grad[:4]
         needs_dw13 = needs_dw1 or needs_dw3
-        backend, rounding = ctx.backend, ctx.recipe.rounding
+        backend, recipe = ctx.backend, ctx.recipe
         group_ends, h13, w1, w2, w3, *rest = ctx.saved_tensors
         parts = []
         for count in ctx.counts:
@@ -56,19 +55,19 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         x, h_kept, w13_kept, w2_kept = parts
         dx = dw1 = dw2 = dw3 = None
 
-        tokens = backend.quantize_tokens(dy, group_ends, rounding, needs_dw2)
+        tokens = backend.quantize_tokens(dy, group_ends, recipe, needs_dw2)
         if needs_dx or needs_dw13:
-            w2_for_dx = backend.quantize_weights_for_dx([w2], w2_kept, rounding)
-            dh = backend.dx(tokens.rows, w2_for_dx, group_ends, rounding, ctx.out_dtype)
-            dh13, h = backend.swiglu_backward(dh, h13, h_kept, group_ends, rounding, needs_dw13)
+            w2_for_dx = backend.quantize_weights_for_dx([w2], w2_kept, recipe)
+            dh = backend.dx(tokens.rows, w2_for_dx, group_ends, recipe, ctx.out_dtype)
+            dh13, h = backend.swiglu_backward(dh, h13, h_kept, group_ends, recipe, needs_dw13)
         else:
-            h = backend.swiglu(h13, group_ends, rounding, True)[0].dw
+            h = backend.swiglu(h13, group_ends, recipe, True)[0].dw
         if needs_dw2:
-            (dw2,) = backend.dw(tokens.dw, h, group_ends, rounding, 1, w2.dtype)
+            (dw2,) = backend.dw(tokens.dw, h, group_ends, recipe, 1, w2.dtype)
         if needs_dw13:
-            dw1, dw3 = backend.dw(dh13.dw, x, group_ends, rounding, 2, w1.dtype)
+            dw1, dw3 = backend.dw(dh13.dw, x, group_ends, recipe, 2, w1.dtype)
         if needs_dx:
-            w13_for_dx = backend.quantize_weights_for_dx([w1, w3], w13_kept, rounding)
-            dx = backend.dx(dh13.rows, w13_for_dx, group_ends, rounding, ctx.x_dtype)
+            w13_for_dx = backend.quantize_weights_for_dx([w1, w3], w13_kept, recipe)
+            dx = backend.dx(dh13.rows, w13_for_dx, group_ends, recipe, ctx.x_dtype)
         grads = (dx, dw1 if needs_dw1 else None, dw2, dw3 if needs_dw3 else None)
         return *grads, None, None, None, None

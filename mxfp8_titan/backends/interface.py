@@ -35,7 +35,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """All tensors are plain, of any strides, fp32, bf16 or fp16. `rounding` is FLOOR or RCEIL.
+    """All tensors are plain, of any strides, fp32, bf16 or fp16. `recipe` is a job_config.Recipe.
 
     Rows past group_ends[-1] may hold anything, influence nothing, and are zero in y and dx.
     Every op inside is visible to torch.compile and to activation checkpointing as one node.
@@ -49,25 +49,25 @@ class Backend:
     """What the size of each group of tokens must be a multiple of."""
 
     quantize_tokens: Callable[..., Tokens]
-    """(x (T, K), group_ends, rounding, for_dw) -> Tokens"""
+    """(x (T, K), group_ends, recipe, for_dw) -> Tokens"""
     quantize_weights: Callable[..., Weights]
-    """(ws, rounding, for_dx) -> Weights"""
+    """(ws, recipe, for_dx) -> Weights"""
     quantize_weights_for_dx: Callable[..., Operand]
-    """(ws, kept, rounding) -> the right operand of dx"""
+    """(ws, kept, recipe) -> the right operand of dx"""
 
     y: Callable[..., Tensor]
-    """(rows, weights, group_ends, rounding, out_dtype) -> x @ w^T (T, N)"""
+    """(rows, weights, group_ends, recipe, out_dtype) -> x @ w^T (T, N)"""
     dx: Callable[..., Tensor]
-    """(rows, weights, group_ends, rounding, out_dtype) -> dy @ w (T, K)"""
+    """(rows, weights, group_ends, recipe, out_dtype) -> dy @ w (T, K)"""
     dw: Callable[..., list[Tensor]]
-    """(dy, x, group_ends, rounding, parts, out_dtype) -> dy^T @ x, cut along N into `parts` (N / parts, K) or
+    """(dy, x, group_ends, recipe, parts, out_dtype) -> dy^T @ x, cut along N into `parts` (N / parts, K) or
     (E, N / parts, K)"""
 
     swiglu: Callable[..., tuple[Tokens, Operand]]
-    """(h13 (T, 2H), group_ends, rounding, for_dw) -> h = silu(h1) * h3 (T, H), and what swiglu_backward needs
+    """(h13 (T, 2H), group_ends, recipe, for_dw) -> h = silu(h1) * h3 (T, H), and what swiglu_backward needs
     besides h13"""
     swiglu_backward: Callable[..., tuple[Tokens, Operand]]
-    """(dh (T, H), h13, that, group_ends, rounding, for_dw13) -> dh13 (T, 2H), and h again as an operand of dw"""
+    """(dh (T, H), h13, that, group_ends, recipe, for_dw13) -> dh13 (T, 2H), and h again as an operand of dw"""
 
     saved_ops: tuple[Callable[..., Tensor], ...]
     """The ops whose outputs selective activation checkpointing should save, as it saves aten.mm's."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxfp8_titan.backends.interface import Backend, Operand, Tokens, Weights
+from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.reference.gemm import gemm
 from mxfp8_titan.reference.grouped_gemm import check_same_rows, grouped_gemm, grouped_gemm_over_rows
 from mxfp8_titan.reference.quantize import Quantized, quantize_along_k, quantize_along_n, quantize_along_t
@@ -73,8 +74,27 @@ def _tokens(x: Tensor, for_dw: bool) -> Tokens:
     return Tokens((x,), (x,) if for_dw else ())
 
 
+def _y(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    return torch.ops.mxfp8_titan.reference_y(*rows, list(weights), group_ends, recipe.rounding, out_dtype)
+
+
+def _dx(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    return torch.ops.mxfp8_titan.reference_dx(*rows, list(weights), group_ends, recipe.rounding, out_dtype)
+
+
+def _dw(
+    dy: Operand, x: Operand, group_ends: Tensor | None, recipe: Recipe, parts: int, out_dtype: torch.dtype
+) -> list[Tensor]:
+    return torch.ops.mxfp8_titan.reference_dw(*dy, *x, group_ends, recipe.rounding, parts, out_dtype)
+
+
+def _swiglu(h13: Tensor, group_ends: Tensor | None, recipe: Recipe, for_dw: bool) -> tuple[Tokens, Operand]:
+    h1, h3 = h13.chunk(2, -1)
+    return _tokens(F.silu(h1) * h3, for_dw), ()
+
+
 def _swiglu_backward(
-    dh: Tensor, h13: Tensor, kept: Operand, group_ends: Tensor | None, rounding: str, for_dw13: bool
+    dh: Tensor, h13: Tensor, kept: Operand, group_ends: Tensor | None, recipe: Recipe, for_dw13: bool
 ) -> tuple[Tokens, Operand]:
     """In the steps and roundings of PyTorch's own backward of `F.silu(h1) * h3`."""
     h1, h3 = h13.chunk(2, -1)
@@ -83,21 +103,16 @@ def _swiglu_backward(
     return _tokens(dh13, for_dw13), (silu * h3,)
 
 
-def _swiglu(h13: Tensor, group_ends: Tensor | None, rounding: str, for_dw: bool) -> tuple[Tokens, Operand]:
-    h1, h3 = h13.chunk(2, -1)
-    return _tokens(F.silu(h1) * h3, for_dw), ()
-
-
 REFERENCE = Backend(
     name="reference",
     home="mxfp8_titan.backends.reference:REFERENCE",
     group_alignment=1,
-    quantize_tokens=lambda x, group_ends, rounding, for_dw: _tokens(x, for_dw),
-    quantize_weights=lambda ws, rounding, for_dx: Weights(tuple(ws), ()),
-    quantize_weights_for_dx=lambda ws, kept, rounding: tuple(ws),
-    y=lambda rows, weights, *rest: torch.ops.mxfp8_titan.reference_y(*rows, list(weights), *rest),
-    dx=lambda rows, weights, *rest: torch.ops.mxfp8_titan.reference_dx(*rows, list(weights), *rest),
-    dw=lambda dy, x, *rest: torch.ops.mxfp8_titan.reference_dw(*dy, *x, *rest),
+    quantize_tokens=lambda x, group_ends, recipe, for_dw: _tokens(x, for_dw),
+    quantize_weights=lambda ws, recipe, for_dx: Weights(tuple(ws), ()),
+    quantize_weights_for_dx=lambda ws, kept, recipe: tuple(ws),
+    y=_y,
+    dx=_dx,
+    dw=_dw,
     swiglu=_swiglu,
     swiglu_backward=_swiglu_backward,
     saved_ops=(torch.ops.mxfp8_titan.reference_y.default,),
