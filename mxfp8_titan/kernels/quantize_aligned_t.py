@@ -2,8 +2,11 @@
 
     requantize_aligned_along_t   from FP8 data along K and its column maxima: exponent shift and transpose
     quantize_aligned_along_t     from x itself, in two reads
+    padded_group_ends            where the groups of either lie
 
-x is (T, K), one group or those of group_ends, or (E, N, K), where each expert's N rows are a group.
+x is (T, K), one group or those of group_ends, or (E, N, K), where each expert's N rows are a group. With group_ends
+each group starts at a multiple of 128 columns, zeros between them, so that tiles of 128 tokens and the GEMM that reads
+them need no group size to be a multiple of anything.
 """
 
 import torch
@@ -60,8 +63,8 @@ def aligned_along_t_kernel(
 ):  # fmt: skip
     """One program scales and transposes one tile of 128 tokens x TILE_K features, in the order of tile.tile_of.
 
-    FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come those that write scales,
-    TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
+    T_OUT: columns of data.  FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come
+    those that write scales, TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
     """
     pid = tl.program_id(0)
     if pid >= tiles:
@@ -90,9 +93,10 @@ def _encode_tile(
     T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tile, tile_k, num_groups, all_groups,
     ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    group, expert, first, read_end, write_end, _, _ = place_tile(
+    group, expert, first, read_end, _, _, _ = place_tile(
         tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, True
     )
+    column = tile * TILE_T if GROUPS > 0 else first
     t, k = offsets_along_t(tile_k, TILE_K, VEC)
     readable = t < read_end - first
     x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
@@ -103,21 +107,37 @@ def _encode_tile(
     # Past the last group there is no amax: the tile is zero, whatever it is multiplied by.
     amax = tl.load(amax_ptr + group.to(tl.int64) * K + k, mask=(k < K) & (group < all_groups), other=0.0)
     y = to_e4m3(x * inv_scale_from_e8m0(e8m0_from_bits(magnitude_bits(amax), ROUNDING)))
-    store_transposed(y, data_ptr, expert.to(tl.int64) * K, first, write_end, tile_k, K, T_OUT, TILE_K)
+    store_transposed(y, data_ptr, expert.to(tl.int64) * K, column, T_OUT, tile_k, K, T_OUT, TILE_K)
+
+
+@triton.jit
+def padded_group_ends_kernel(group_ends_ptr, out_ptr, num_groups, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """The one program sums up the groups' whole tiles."""
+    number = tl.arange(0, GROUPS)
+    exists = number < num_groups
+    ends = tl.load(group_ends_ptr + number, mask=exists, other=0)
+    starts = tl.load(group_ends_ptr + number - 1, mask=exists & (number > 0), other=0)
+    tl.store(out_ptr + number, tl.cumsum((ends - starts + TILE - 1) // TILE, 0) * TILE, mask=exists)
+
+
+def _columns(x: Tensor, num_groups: int) -> int:
+    """Columns of data: enough for any sizes of the groups, none of which is known here."""
+    return round_up(x.shape[-2], BLOCK_SIZE) + GROUP_TILE * num_groups
 
 
 def _allocate(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-2], x.shape[-1], round_up(x.shape[-2], BLOCK_SIZE))
+    columns = _columns(x, 0 if group_ends is None else group_ends.shape[0])
+    shape = (*x.shape[:-2], x.shape[-1], columns)
     scale = x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
     return x.new_empty(shape, dtype=torch.float8_e4m3fn), scale
 
 
 def _grid(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
-    """(tiles along T of one expert, tiles along K, tiles in all, T rounded up to 32)."""
-    rows_out = round_up(x.shape[-2], BLOCK_SIZE)
-    tiles_t = ceil_div(rows_out + GROUP_TILE * num_groups, GROUP_TILE)
+    """(tiles along T of one expert, tiles along K, tiles in all, columns of data)."""
+    columns = _columns(x, num_groups)
+    tiles_t = ceil_div(columns, GROUP_TILE)
     tiles_k = ceil_div(x.shape[-1], TILE_K)
-    return tiles_t, tiles_k, (x.shape[0] if x.ndim == 3 else 1) * tiles_t * tiles_k, rows_out
+    return tiles_t, tiles_k, (x.shape[0] if x.ndim == 3 else 1) * tiles_t * tiles_k, columns
 
 
 def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
@@ -128,14 +148,14 @@ def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
     check_source(x, "x", (2, 3))
     num_groups, groups = check_groups(group_ends, x, x.shape[-2])
     amax = x.new_zeros((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
-    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups)
+    tiles_t, tiles_k, tiles, columns = _grid(x, num_groups)
     if x.numel():
         launch(
             column_amax_kernel,
             tiles,
             (x, amax, group_ends),
             (
-                x.shape[-2], rows_out, x.shape[-1], *strides(x), tiles_t, tiles_k, num_groups,
+                x.shape[-2], columns, x.shape[-1], *strides(x), tiles_t, tiles_k, num_groups,
             ),
             (groups, TILE_K, VEC),
             NUM_WARPS,
@@ -146,9 +166,9 @@ def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
 def _launch_along_t(
     x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    num_groups, groups = check_args(x, rounding, group_ends, BLOCK_SIZE)
+    num_groups, groups = check_args(x, rounding, group_ends, 1)
     data, scale = _allocate(x, group_ends)
-    tiles_t, tiles_k, tiles, rows_out = _grid(x, num_groups)
+    tiles_t, tiles_k, tiles, columns = _grid(x, num_groups)
     grid = tiles + scale.shape[0] * tiles_k
     if grid:
         launch(
@@ -156,7 +176,7 @@ def _launch_along_t(
             grid,
             (x, row_scale, amax, data, scale, group_ends),
             (
-                x.shape[-2], rows_out, x.shape[-1], *strides(x),
+                x.shape[-2], columns, x.shape[-1], *strides(x),
                 tiles_t, tiles_k, tiles, num_groups, scale.shape[0],
             ),
             (rounding, row_scale is not None, groups, TILE_K, VEC, BAND),
@@ -169,8 +189,10 @@ def quantize_aligned_along_t(x: Tensor, rounding: str, group_ends: Tensor | None
     """x in MXFP8, written transposed, one scale per feature and group: (data, scale). Reads x twice.
 
     x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; rows past the last group end are not read
-    group_ends: (G,) int32, sizes multiples of 32, or None for one group (per expert)
-    returns data (K, T') or (E, K, N') float8_e4m3fn contiguous, T' = T rounded up to 32, zero past the last group;
+    group_ends: (G,) int32, any sizes, or None for one group (per expert)
+    returns data (K, T') or (E, K, N') float8_e4m3fn contiguous, zero where no token is (or NaN where the group's scale
+            is): T' = T rounded up to 32; with group_ends 128 G more, group g starting at column
+            128 * sum over earlier groups of ceil(size / 128);
             scale (G, K) fp32
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
@@ -198,6 +220,18 @@ def requantize_aligned_along_t(
     return _launch_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends)
 
 
+def padded_group_ends(group_ends: Tensor) -> Tensor:
+    """(G,) int32: each group's end column in the data of `quantize_aligned_along_t`, its padding counted in.
+
+    group_ends: (G,) int32
+    Raises: TypeError for another dtype, ValueError for another shape.
+    """
+    num_groups, groups = check_groups(group_ends, group_ends, 2**31 - 1)
+    out = group_ends.new_empty((num_groups,))
+    launch(padded_group_ends_kernel, 1, (group_ends, out), (num_groups,), (GROUP_TILE, groups), NUM_WARPS)
+    return out
+
+
 register_op(
     f"quantize_aligned_along_t(Tensor x, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
     quantize_aligned_along_t,
@@ -207,4 +241,9 @@ register_op(
     f"requantize_aligned_along_t(Tensor data, Tensor scale, Tensor amax, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
     requantize_aligned_along_t,
     lambda data, scale, amax, rounding, group_ends=None: _allocate(data, group_ends),
+)
+register_op(
+    "padded_group_ends(Tensor group_ends) -> Tensor",
+    padded_group_ends,
+    lambda group_ends: group_ends.new_empty(group_ends.shape),
 )

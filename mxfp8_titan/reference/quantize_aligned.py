@@ -4,15 +4,25 @@ A power-of-two scale never changes an E4M3 element's mantissa, only whether it u
 may carry the byte of the block with the largest amax. The result is a valid MXFP8 tensor, one fp32 scale per row
 says it all, and an element differs from its own block's value only where it falls into the subnormals.
 
-A row along T is one (feature, group of tokens): the tokens of different experts never share a scale.
+A row along T is one (feature, group of tokens): the tokens of different experts never share a scale. Along T each
+group starts at a multiple of 128 columns, so that GEMM kernels, which work on tiles, meet one group in a tile.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mxfp8_titan.format import BLOCK_SIZE, E4M3_MAX, E4M3_NAN_BYTE, E8M0_BIAS, E8M0_NAN_BYTE, round_up
+from mxfp8_titan.format import (
+    BLOCK_SIZE,
+    E4M3_MAX,
+    E4M3_NAN_BYTE,
+    E8M0_BIAS,
+    E8M0_NAN_BYTE,
+    GROUP_TILE,
+    round_up,
+)
 from mxfp8_titan.reference.grouped_gemm import group_bounds
 from mxfp8_titan.reference.quantize import e8m0_from_amax, e8m0_to_float
 
@@ -52,32 +62,34 @@ def quantize_aligned_along_k(x: Tensor, rounding: str) -> Aligned:
     return Aligned(encode(x.float().contiguous(), byte.unsqueeze(-1)), e8m0_to_float(byte))
 
 
-def column_amax(x: Tensor, group_ends: Tensor) -> Tensor:
+def column_amax(x: Tensor, group_ends: Tensor | None) -> Tensor:
     """(G, K) fp32: the largest magnitude of each feature in each group; 0 in an empty group, NaN kept.
 
     x: (T, K) fp32, bf16 or fp16; rows past the last group end are ignored
-    group_ends: (G,) int32
+    group_ends: (G,) int32, or None for one group
     """
-    amax = x.new_zeros((group_ends.shape[0], x.shape[1]), dtype=torch.float32)
-    for group, (start, end) in enumerate(group_bounds(group_ends, x.shape[0])):
+    bounds = _bounds(group_ends, x.shape[0])
+    amax = x.new_zeros((len(bounds), x.shape[1]), dtype=torch.float32)
+    for group, (start, end) in enumerate(bounds):
         if start < end:
             amax[group] = x[start:end].float().abs().amax(0)
     return amax
 
 
-def quantize_aligned_along_t(x: Tensor, group_ends: Tensor, rounding: str) -> Aligned:
+def quantize_aligned_along_t(x: Tensor, group_ends: Tensor | None, rounding: str) -> Aligned:
     """x in MXFP8, one scale per feature and group of tokens, written transposed.
 
     x: (T, K) fp32, bf16 or fp16, any strides; rows past the last group end are ignored
-    group_ends: (G,) int32
-    returns data (K, T') float8_e4m3fn contiguous, T' = T rounded up to 32, zero past the last group end;
+    group_ends: (G,) int32, any sizes, or None for one group
+    returns data (K, T') float8_e4m3fn contiguous, zero where no token is (or NaN where the group's scale is):
+            T' = T rounded up to 32, with group_ends 128 * G more, group g in front of column `padded_group_ends`[g];
             scale (G, K) fp32
     """
     byte = e8m0_from_amax(column_amax(x, group_ends), rounding)
     return _encode_groups(x.float(), byte, group_ends)
 
 
-def requantize_aligned_along_t(x: Aligned, amax: Tensor, group_ends: Tensor, rounding: str) -> Aligned:
+def requantize_aligned_along_t(x: Aligned, amax: Tensor, group_ends: Tensor | None, rounding: str) -> Aligned:
     """`quantize_aligned_along_t` of a tensor that is already in FP8 along K, by an exponent shift and a transpose.
 
     The scales come from the column maxima of the unquantized tensor, so they equal direct quantization's. Under
@@ -85,16 +97,38 @@ def requantize_aligned_along_t(x: Aligned, amax: Tensor, group_ends: Tensor, rou
 
     x: data (T, K), scale (T,)
     amax: (G, K) fp32, `column_amax` of the tensor that x was made from
-    group_ends: (G,) int32
-    returns data (K, T') float8_e4m3fn contiguous, scale (G, K) fp32
+    group_ends: (G,) int32, or None for one group
+    returns what `quantize_aligned_along_t` does
     """
     byte = e8m0_from_amax(amax, rounding)
     return _encode_groups(x.data.float() * x.scale.unsqueeze(-1), byte, group_ends)
 
 
-def _encode_groups(x: Tensor, byte: Tensor, group_ends: Tensor) -> Aligned:
+def padded_group_ends(group_ends: Tensor) -> Tensor:
+    """(G,) int32: ends of the groups along T when each takes up whole tiles of 128 columns, padding counted in.
+
+    group_ends: (G,) int32
+    """
+    tiles = (group_ends.diff(prepend=group_ends.new_zeros(1)) + GROUP_TILE - 1) // GROUP_TILE
+    return (tiles.cumsum(0) * GROUP_TILE).to(torch.int32)
+
+
+def _bounds(group_ends: Tensor | None, rows: int) -> list[tuple[int, int]]:
+    return [(0, rows)] if group_ends is None else group_bounds(group_ends, rows)
+
+
+def _encode_groups(x: Tensor, byte: Tensor, group_ends: Tensor | None) -> Aligned:
     rows, features = x.shape
-    data = x.new_zeros((features, round_up(rows, BLOCK_SIZE)), dtype=torch.uint8)
-    for group, (start, end) in enumerate(group_bounds(group_ends, rows)):
-        data[:, start:end] = encode(x[start:end], byte[group]).view(torch.uint8).t()
+    columns = round_up(rows, BLOCK_SIZE)
+    column_ends = [columns]
+    if group_ends is not None:
+        columns += GROUP_TILE * group_ends.shape[0]
+        column_ends = padded_group_ends(group_ends).tolist()
+    data = x.new_zeros((features, columns), dtype=torch.uint8)
+    first = 0
+    for group, (start, end) in enumerate(_bounds(group_ends, rows)):
+        padding = (0, 0, 0, column_ends[group] - first - (end - start))
+        encoded = encode(pad(x[start:end], padding), byte[group]).view(torch.uint8)
+        data[:, first : column_ends[group]] = encoded.t()
+        first = column_ends[group]
     return Aligned(data.view(torch.float8_e4m3fn), e8m0_to_float(byte))

@@ -33,33 +33,27 @@ def same(out, expected):
     )
 
 
-def all_rows(x):
-    """The ends of one group that holds all rows."""
-    return torch.tensor([x.shape[0]], device=x.device, dtype=torch.int32)
-
-
 def reference_amax(x, ends=None):
     if x.ndim == 3:
-        return torch.cat([ref.column_amax(w, all_rows(w)) for w in x])
-    return ref.column_amax(x, all_rows(x) if ends is None else ends)
+        return torch.cat([ref.column_amax(w, None) for w in x])
+    return ref.column_amax(x, ends)
 
 
 def reference_along_t(x, rounding, ends=None):
     if x.ndim == 3:
-        each = [ref.quantize_aligned_along_t(w, all_rows(w), rounding) for w in x]
+        each = [ref.quantize_aligned_along_t(w, None, rounding) for w in x]
         return torch.stack([e.data for e in each]), torch.cat([e.scale for e in each])
-    return ref.quantize_aligned_along_t(x, all_rows(x) if ends is None else ends, rounding)
+    return ref.quantize_aligned_along_t(x, ends, rounding)
 
 
 def reference_requantize(quantized, amax, rounding, ends=None):
     data, scale = quantized
     if data.ndim == 3:
         each = [
-            ref.requantize_aligned_along_t(ref.Aligned(d, s), a[None], all_rows(d), rounding)
+            ref.requantize_aligned_along_t(ref.Aligned(d, s), a[None], None, rounding)
             for d, s, a in zip(data, scale, amax, strict=True)
         ]
         return torch.stack([e.data for e in each]), torch.cat([e.scale for e in each])
-    ends = all_rows(data) if ends is None else ends
     return ref.requantize_aligned_along_t(ref.Aligned(data, scale), amax, ends, rounding)
 
 
@@ -84,7 +78,7 @@ def test_both_directions_equal_the_reference(device, shape, rounding):
     )
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 64], [32, 0, 160, 32], [0, 32] * 5], ids=str)
+@pytest.mark.parametrize("sizes", [[0, 0, 64], [1, 0, 130, 33], [128], [0, 3] * 16 + [5]], ids=str)
 @pytest.mark.parametrize("tail", [0, 32])
 def test_groups_equal_the_reference_whatever_lies_past_the_last_one(device, sizes, tail):
     x = spread((sum(sizes) + tail, 96), device)
@@ -102,6 +96,12 @@ def test_groups_equal_the_reference_whatever_lies_past_the_last_one(device, size
     )
 
 
+@pytest.mark.parametrize("sizes", [[0], [1], [128, 129, 0, 127], [40] * 33], ids=str)
+def test_padded_ends_equal_the_reference(device, sizes):
+    ends = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    assert torch.equal(along_t.padded_group_ends(ends), ref.padded_group_ends(ends))
+
+
 def test_column_maxima_follow_groups_of_any_size(device):
     x = spread((75, 64), device)
     ends = torch.tensor([1, 1, 18, 50, 51, 70], device=device, dtype=torch.int32)
@@ -116,6 +116,8 @@ def test_rare_values_equal_the_reference(device, value, rounding):
     x[5, 7] = value
     x[20] = value
     x[:, 50] = value
+    ends = torch.tensor([7, 30], device=device, dtype=torch.int32)
+    assert same(along_t.quantize_aligned_along_t(x, rounding, ends), ref.quantize_aligned_along_t(x, ends, rounding))
     expected = ref.quantize_aligned_along_k(x, rounding)
     amax = reference_amax(x)
     assert same(along_k.quantize_aligned_along_k_with_amax(x, rounding), (*expected, amax))
@@ -161,6 +163,11 @@ def test_ops_pass_opcheck(device, name):
     torch.library.opcheck(op, (x, RCEIL, torch.tensor([32, 32], device=device, dtype=torch.int32)))
     torch.library.opcheck(op, (x.t()[:, ::2], RCEIL))
     torch.library.opcheck(op, (spread((2, 32, 64), device), FLOOR))
+
+
+def test_padded_ends_pass_opcheck(device):
+    ends = torch.tensor([32, 64], device=device, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.mxfp8_titan.padded_group_ends.default, (ends,))
 
 
 def test_requantize_passes_opcheck(device):

@@ -34,11 +34,26 @@ def test_values_equal_those_of_1x32_blocks_where_neither_is_subnormal():
 def test_along_t_is_along_k_of_each_group_transposed():
     x, ends = torch.randn(160, 48), ends_of(96, 0, 64)
     out = aligned.quantize_aligned_along_t(x, ends, RCEIL)
-    for group, rows in ((0, slice(0, 96)), (2, slice(96, 160))):
+    for group, rows, columns in ((0, slice(0, 96), slice(0, 96)), (2, slice(96, 160), slice(128, 192))):
         part = aligned.quantize_aligned_along_k(x[rows].t(), RCEIL)
-        assert torch.equal(out.data[:, rows].view(torch.uint8), part.data.view(torch.uint8))
+        assert torch.equal(out.data[:, columns].view(torch.uint8), part.data.view(torch.uint8))
         assert torch.equal(out.scale[group], part.scale)
     assert torch.equal(out.scale[1], torch.full((48,), 2.0**-127))
+
+
+def test_groups_start_at_multiples_of_128_columns_with_zeros_between_them():
+    x, ends = torch.ones(140, 8), ends_of(1, 0, 128, 7)
+    data = aligned.quantize_aligned_along_t(x, ends, RCEIL).data
+    assert aligned.padded_group_ends(ends).tolist() == [128, 128, 256, 384]
+    assert data.shape == (8, 160 + 4 * 128)
+    assert data[0].float().nonzero().flatten().tolist() == [0, *range(128, 256), *range(256, 263)]
+
+
+def test_without_groups_all_rows_are_one_group():
+    x = torch.randn(70, 8)
+    out = aligned.quantize_aligned_along_t(x, None, RCEIL)
+    assert out.data.shape == (8, 96)
+    assert torch.equal(out.scale, aligned.quantize_aligned_along_k(x.t(), RCEIL).scale[None])
 
 
 def test_requantizing_equals_direct_quantization_where_neither_is_subnormal():
@@ -47,9 +62,11 @@ def test_requantizing_equals_direct_quantization_where_neither_is_subnormal():
     direct = aligned.quantize_aligned_along_t(x, ends, RCEIL)
     again = aligned.requantize_aligned_along_t(along_k, aligned.column_amax(x, ends), ends, RCEIL)
     assert torch.equal(again.scale, direct.scale)
-    normal = (direct.data.float().abs() >= SAFELY_NORMAL) & (along_k.data.float().abs() >= SAFELY_NORMAL).t()
+    columns = torch.cat([torch.arange(64), 128 + torch.arange(64)])
+    direct, again = (out.data[:, columns] for out in (direct, again))
+    normal = (direct.float().abs() >= SAFELY_NORMAL) & (along_k.data.float().abs() >= SAFELY_NORMAL).t()
     assert normal.float().mean() > 0.95
-    assert torch.equal(again.data.float()[normal], direct.data.float()[normal])
+    assert torch.equal(again.float()[normal], direct.float()[normal])
 
 
 def test_one_nan_makes_its_row_nan_and_no_other():
