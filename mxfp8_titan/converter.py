@@ -14,6 +14,7 @@ from torchtitan.tools.logging import logger
 from mxfp8_titan.backends.select import BackendChoice, current_device, select
 from mxfp8_titan.job_config import MX, Recipe, recipe_from
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
+from mxfp8_titan.modules.feed_forward import fuse_feed_forwards
 from mxfp8_titan.modules.linear import MXFP8Linear
 from mxfp8_titan.selection import EXPERTS, LINEAR, Plan, fold_layer_numbers, make_plan
 
@@ -77,11 +78,12 @@ def tensor_parallel_degrees(job_config: JobConfig) -> tuple[int, int]:
 
 
 def swap(model: nn.Module, plan: Plan, recipe: Recipe, choice: BackendChoice) -> None:
-    """Give each module that the plan converts its MXFP8 class."""
+    """Give each module that the plan converts its MXFP8 class, and the MLPs whose linears all have it theirs."""
     for decision in plan.converted(LINEAR):
         MXFP8Linear.from_linear(model.get_submodule(decision.fqn), recipe, choice.backend)
     for decision in plan.converted(EXPERTS):
         MXFP8GroupedExperts.from_experts(model.get_submodule(decision.fqn), recipe, choice.backend)
+    fuse_feed_forwards(model)
 
 
 def summarize(plan: Plan, recipe: Recipe, choice: BackendChoice) -> str:
