@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial, share_rows, store_maxima
 from mxfp8_titan.kernels.e4m3 import (
     e8m0_from_bits,
     inv_scale_from_e8m0,
@@ -20,7 +21,6 @@ from mxfp8_titan.kernels.e4m3 import (
 )
 from mxfp8_titan.kernels.groups import place_tile
 from mxfp8_titan.kernels.launch import (
-    ceil_div,
     check_choices,
     check_groups,
     check_source,
@@ -32,38 +32,36 @@ from mxfp8_titan.kernels.launch import (
 MAX_K = 32768
 """Longest row: 1024 threads hold 32 elements each."""
 
+EMPTY_SCALE = 2.0**-127
+"""Scale of a row without elements, as of a row of zeros."""
+
 ELEMENTS_PER_WARP = 1024
 """Elements of a row's head per warp."""
 
-AMAX_PROGRAMS = 264
-"""Programs that gather column maxima, two on each of 132 multiprocessors: each merges its maxima once, and atomics on
-32-bit words, of which one H200 does about 100 per nanosecond, are the cost of gathering."""
-
-MIN_AMAX_ROWS = 16
-"""Fewest rows of such a program."""
-
 AMAX_STAGES = 4
-"""Rows of such a program that are on their way at once."""
+"""Rows of a program that gathers column maxima that are on their way at once."""
 
 
 @triton.jit
 def aligned_along_k_kernel(
-    x_ptr, data_ptr, scale_ptr, amax_ptr, group_ends_ptr,
-    T, K, stride_xe, stride_xt, stride_xk, rows_per_program, programs, num_groups,
+    x_ptr, data_ptr, scale_ptr, partial_ptr, group_ends_ptr,
+    T, K, stride_xe, stride_xt, stride_xk, rows_out, first_row, rows_per_program, programs, partials, first_partial,
+    num_groups,
     ROUNDING: tl.constexpr, WITH_AMAX: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes rows_per_program consecutive rows of a group; `programs` of them cover an expert.
 
-    A row is held as HEAD and TAIL elements, both powers of two. With column maxima, rows come through shared memory,
-    STAGES deep, while the maxima stay in registers; they go to memory once, by atomic maximum, which any order of
-    programs leaves the same. Rows past the last group are not read. Features past K are masked here.
+    An expert has T rows in x and rows_out in data, where those of x start at first_row. A row is held as HEAD and TAIL
+    elements, both powers of two. With column maxima, rows come through shared memory, STAGES deep, while the maxima
+    stay in registers; they go to memory once, see kernels.column_maxima: an expert has `partials` rows there, those
+    of x start at first_partial. Rows past the last group are not read. Features past K are masked here.
     """
-    group, expert, first, read_end, write_end, _, _ = place_tile(
+    _, expert, first, read_end, write_end, _, _ = place_tile(
         tl.program_id(0), programs, T, T, group_ends_ptr, num_groups, rows_per_program, GROUPS, WITH_AMAX
     )
     x_ptr += expert.to(tl.int64) * stride_xe
-    row0 = expert.to(tl.int64) * T
+    row0 = expert.to(tl.int64) * rows_out + first_row
     if WITH_AMAX:
         head_max = tl.zeros([HEAD], tl.int32)
         tail_max = tl.zeros([max(TAIL, 1)], tl.int32)
@@ -75,9 +73,10 @@ def aligned_along_k_kernel(
             if TAIL > 0:
                 tail_max = tl.maximum(tail_max, tail)
         if first < read_end:
-            _merge_columns(amax_ptr, group, head_max, 0, K, HEAD)
+            number = expert.to(tl.int64) * (partials - programs) + first_partial + tl.program_id(0)
+            store_maxima(partial_ptr, number, head_max, 0, K, HEAD)
             if TAIL > 0:
-                _merge_columns(amax_ptr, group, tail_max, HEAD, K, TAIL)
+                store_maxima(partial_ptr, number, tail_max, HEAD, K, TAIL)
     else:
         _quantize_row(x_ptr, data_ptr, scale_ptr, row0, first, read_end, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL)
 
@@ -119,14 +118,6 @@ def _load_part(x_ptr, readable, start, K, stride_xk, SIZE: tl.constexpr):
     return to_fp32(tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=(k < K) & readable, other=0.0))
 
 
-@triton.jit
-def _merge_columns(amax_ptr, group, columns, start, K, SIZE: tl.constexpr):
-    """Raises a group's maxima from column `start` on to `columns`; the same result in any order."""
-    k = start + tl.arange(0, SIZE)
-    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
-    tl.atomic_max(amax_ptr + group.to(tl.int64) * K + k, columns, mask=k < K, sem="relaxed")
-
-
 def row_parts(features: int) -> tuple[int, int]:
     """(head, tail): powers of two, or a tail of 0, that hold a row with few lanes left over. 5120 is 4096 + 1024."""
     whole = max(next_power_of_2(features), 128)
@@ -156,34 +147,36 @@ def _allocate_along_k(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _launch_along_k(x: Tensor, rounding: str, group_ends: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    check_source(x, "x", (2, 3))
-    num_groups, groups = check_args(x, rounding, group_ends, 1)
-    features = x.shape[-1]
+def _allocate_with_amax(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return *_allocate_along_k(x), x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
+
+
+def launch_along_k(
+    x: Tensor, data: Tensor, scale: Tensor, partial: Tensor | None, rounding: str, group_ends: Tensor | None = None,
+    groups: tuple[int, int] = (0, 0), rows_out: int = 0, first_row: int = 0, partials: int = 0, first_partial: int = 0,
+) -> None:  # fmt: skip
+    """Quantizes x (T, K) or (E, N, K), not empty, into rows of data and scale from first_row of each expert's on.
+
+    partial: where the programs of kernels.column_maxima leave the column maxima, or None
+    groups: as launch.check_groups returns them
+    """
+    rows, features = x.shape[-2:]
     if features > MAX_K:
         raise ValueError(f"K is {features}, needs at most {MAX_K}: one program holds a whole row in registers")
-    data, scale = _allocate_along_k(x)
-    if data.numel() == 0:
-        return data, scale.fill_(2.0**-127)
-    rows = x.shape[-2]
+    experts = x.shape[0] if x.ndim == 3 else 1
     head, tail = row_parts(features)
-    if amax is None:
-        rows_per_program, programs = 1, rows
-    else:
-        share = max(AMAX_PROGRAMS - num_groups, AMAX_PROGRAMS // 4)
-        rows_per_program = min(max(ceil_div(scale.numel(), share), MIN_AMAX_ROWS), rows)
-        programs = ceil_div(rows, rows_per_program) + num_groups
+    rows_per_program, programs = (1, rows) if partial is None else share_rows(rows, experts, groups[0])
     launch(
         aligned_along_k_kernel,
-        (x.shape[0] if x.ndim == 3 else 1) * programs,
-        (x, data, scale, amax, group_ends),
+        experts * programs,
+        (x, data, scale, partial, group_ends),
         (
-            rows, features, *strides(x), rows_per_program, programs, num_groups,
+            rows, features, *strides(x), rows_out or rows, first_row,
+            rows_per_program, programs, partials or programs, first_partial, groups[0],
         ),
-        (rounding, amax is not None, groups, head, tail, AMAX_STAGES),
+        (rounding, partial is not None, groups[1], head, tail, AMAX_STAGES),
         min(max(head // ELEMENTS_PER_WARP, 1), 32),
     )  # fmt: skip
-    return data, scale
 
 
 def quantize_aligned_along_k(x: Tensor, rounding: str, group_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -194,7 +187,13 @@ def quantize_aligned_along_k(x: Tensor, rounding: str, group_ends: Tensor | None
     returns data of x's shape, float8_e4m3fn contiguous; scale (T,) or (E, N) fp32, powers of two or NaN
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    return _launch_along_k(x, rounding, group_ends, None)
+    check_source(x, "x", (2, 3))
+    groups = check_args(x, rounding, group_ends, 1)
+    data, scale = _allocate_along_k(x)
+    if data.numel() == 0:
+        return data, scale.fill_(EMPTY_SCALE)
+    launch_along_k(x, data, scale, None, rounding, group_ends, groups)
+    return data, scale
 
 
 def quantize_aligned_along_k_with_amax(
@@ -204,8 +203,17 @@ def quantize_aligned_along_k_with_amax(
 
     G is 1 for tokens without group_ends, E for w.
     """
-    amax = x.new_zeros((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
-    return *_launch_along_k(x, rounding, group_ends, amax), amax
+    check_source(x, "x", (2, 3))
+    groups = check_args(x, rounding, group_ends, 1)
+    data, scale, amax = _allocate_with_amax(x, group_ends)
+    if data.numel() == 0:
+        return data, scale.fill_(EMPTY_SCALE), amax.zero_()
+    experts = x.shape[0] if x.ndim == 3 else 1
+    shares = share_rows(x.shape[-2], experts, groups[0])
+    partial = new_partial(x, experts * shares[1], x.shape[-1])
+    launch_along_k(x, data, scale, partial, rounding, group_ends, groups)
+    merge_maxima(partial, amax, group_ends, *shares, *groups)
+    return data, scale, amax
 
 
 OPTIONAL_GROUPS = "str rounding, Tensor? group_ends=None)"
@@ -217,8 +225,5 @@ register_op(
 register_op(
     f"quantize_aligned_along_k_with_amax(Tensor x, {OPTIONAL_GROUPS} -> (Tensor, Tensor, Tensor)",
     quantize_aligned_along_k_with_amax,
-    lambda x, rounding, group_ends=None: (
-        *_allocate_along_k(x),
-        x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32),
-    ),
+    lambda x, rounding, group_ends=None: _allocate_with_amax(x, group_ends),
 )

@@ -57,14 +57,16 @@ def column_amax_kernel(
 @triton.jit
 def aligned_along_t_kernel(
     x_ptr, row_scale_ptr, amax_ptr, data_ptr, scale_ptr, group_ends_ptr,
-    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tiles_k, tiles, num_groups, all_groups,
-    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
-    BAND: tl.constexpr,
+    T, T_OUT, K, stride_xe, stride_xt, stride_xk, columns, first_column, tiles_t, tiles_k, tiles, num_groups,
+    all_groups,
+    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
+    VEC: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """One program scales and transposes one tile of 128 tokens x TILE_K features, in the order of tile.tile_of.
 
-    T_OUT: columns of data.  FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come
-    those that write scales, TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
+    T_OUT of the `columns` of a row of data are written, from first_column on; WHOLE: all three are multiples of 32.
+    FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come those that write scales,
+    TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
     """
     pid = tl.program_id(0)
     if pid >= tiles:
@@ -73,9 +75,9 @@ def aligned_along_t_kernel(
     else:
         tile, tile_k = tile_of(pid, tiles // tiles_k, tiles_k, BAND)
         _encode_tile(
-            x_ptr, row_scale_ptr, amax_ptr, data_ptr, group_ends_ptr,
-            T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tile, tile_k, num_groups,
-            all_groups, ROUNDING, FROM_FP8, GROUPS, TILE_K, VEC,
+            x_ptr, row_scale_ptr, amax_ptr, data_ptr + first_column, group_ends_ptr,
+            T, T_OUT, K, stride_xe, stride_xt, stride_xk, columns, tiles_t, tile, tile_k, num_groups,
+            all_groups, ROUNDING, FROM_FP8, WHOLE, GROUPS, TILE_K, VEC,
         )  # fmt: skip
 
 
@@ -90,8 +92,9 @@ def _store_scales(amax_ptr, scale_ptr, group, tile_k, K, ROUNDING: tl.constexpr,
 @triton.jit
 def _encode_tile(
     x_ptr, row_scale_ptr, amax_ptr, data_ptr, group_ends_ptr,
-    T, T_OUT, K, stride_xe, stride_xt, stride_xk, tiles_t, tile, tile_k, num_groups, all_groups,
-    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr, VEC: tl.constexpr,
+    T, T_OUT, K, stride_xe, stride_xt, stride_xk, columns, tiles_t, tile, tile_k, num_groups, all_groups,
+    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     group, expert, first, read_end, _, _, _ = place_tile(
         tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, True
@@ -107,7 +110,11 @@ def _encode_tile(
     # Past the last group there is no amax: the tile is zero, whatever it is multiplied by.
     amax = tl.load(amax_ptr + group.to(tl.int64) * K + k, mask=(k < K) & (group < all_groups), other=0.0)
     y = to_e4m3(x * inv_scale_from_e8m0(e8m0_from_bits(magnitude_bits(amax), ROUNDING)))
-    store_transposed(y, data_ptr, expert.to(tl.int64) * K, column, T_OUT, tile_k, K, T_OUT, TILE_K)
+    if WHOLE:
+        store_transposed(y, data_ptr, expert.to(tl.int64) * K, column, T_OUT, tile_k, K, columns, TILE_K)
+    else:
+        data_ptrs = data_ptr + column + t + (expert.to(tl.int64) * K + k) * columns
+        tl.store(data_ptrs, y, mask=(t < T_OUT - column) & (k < K))
 
 
 @triton.jit
@@ -163,25 +170,43 @@ def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
     return amax
 
 
-def _launch_along_t(
-    x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    num_groups, groups = check_args(x, rounding, group_ends, 1)
-    data, scale = _allocate(x, group_ends)
-    tiles_t, tiles_k, tiles, columns = _grid(x, num_groups)
-    grid = tiles + scale.shape[0] * tiles_k
+def launch_along_t(
+    x: Tensor, row_scale: Tensor | None, amax: Tensor, data: Tensor, scale: Tensor, rounding: str,
+    group_ends: Tensor | None, groups: tuple[int, int], tiles_t: int, tiles_k: int, rows_out: int,
+    first_column: int = 0, with_scales: bool = True,
+) -> None:  # fmt: skip
+    """Quantizes x (T, K) or (E, N, K) into rows_out columns of data from first_column on, and amax into scale.
+
+    groups: as launch.check_groups returns them
+    tiles_t: of one expert
+    """
+    experts = x.shape[0] if x.ndim == 3 else 1
+    tiles, columns = experts * tiles_t * tiles_k, data.shape[-1]
+    grid = tiles + amax.shape[0] * tiles_k * with_scales
     if grid:
         launch(
             aligned_along_t_kernel,
             grid,
             (x, row_scale, amax, data, scale, group_ends),
             (
-                x.shape[-2], columns, x.shape[-1], *strides(x),
-                tiles_t, tiles_k, tiles, num_groups, scale.shape[0],
+                x.shape[-2], rows_out, x.shape[-1], *strides(x), columns, first_column,
+                tiles_t, tiles_k, tiles, groups[0], amax.shape[0],
             ),
-            (rounding, row_scale is not None, groups, TILE_K, VEC, BAND),
+            (
+                rounding, row_scale is not None, (rows_out | columns | first_column) % BLOCK_SIZE == 0, groups[1],
+                TILE_K, VEC, BAND,
+            ),
             NUM_WARPS,
         )  # fmt: skip
+
+
+def _quantize_along_t(
+    x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    groups = check_args(x, rounding, group_ends, 1)
+    data, scale = _allocate(x, group_ends)
+    tiles_t, tiles_k, _, columns = _grid(x, groups[0])
+    launch_along_t(x, row_scale, amax, data, scale, rounding, group_ends, groups, tiles_t, tiles_k, columns)
     return data, scale
 
 
@@ -196,7 +221,7 @@ def quantize_aligned_along_t(x: Tensor, rounding: str, group_ends: Tensor | None
             scale (G, K) fp32
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    return _launch_along_t(x, None, column_amax(x, group_ends), rounding, group_ends)
+    return _quantize_along_t(x, None, column_amax(x, group_ends), rounding, group_ends)
 
 
 def requantize_aligned_along_t(
@@ -217,7 +242,7 @@ def requantize_aligned_along_t(
             f"scale is {tuple(scale.shape)}, amax {tuple(amax.shape)}; data {tuple(data.shape)} needs "
             f"{tuple(data.shape[:-1])} and {expected}"
         )
-    return _launch_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends)
+    return _quantize_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends)
 
 
 def padded_group_ends(group_ends: Tensor) -> Tensor:

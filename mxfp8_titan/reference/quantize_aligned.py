@@ -104,6 +104,30 @@ def requantize_aligned_along_t(x: Aligned, amax: Tensor, group_ends: Tensor | No
     return _encode_groups(x.data.float() * x.scale.unsqueeze(-1), byte, group_ends)
 
 
+def quantize_aligned_weights(ws: list[Tensor], rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights joined along N, one scale per row, and the column maxima of each expert: (data, scale, amax).
+
+    ws: (E, N_i, K) or (N_i, K) fp32, bf16 or fp16, any strides
+    returns data (E, sum N_i, K) float8_e4m3fn contiguous, scale (E, sum N_i) fp32, amax (E, K) fp32;
+            (sum N_i, K), (sum N_i,) and (1, K) for 2D weights
+    """
+    w = torch.cat([w.float() for w in ws], -2)
+    experts = w.unsqueeze(0) if w.ndim == 2 else w
+    amax = torch.cat([column_amax(expert, None) for expert in experts])
+    return *quantize_aligned_along_k(w, rounding), amax
+
+
+def quantize_aligned_weights_along_n(ws: list[Tensor], amax: Tensor, rounding: str) -> Aligned:
+    """Weights joined along N, one scale per feature of K from `amax`, written transposed.
+
+    ws, amax: as above
+    returns data (E, K, sum N_i) float8_e4m3fn contiguous, scale (E, K) fp32; (K, sum N_i) and (K,) for 2D weights
+    """
+    w = torch.cat([w.float() for w in ws], -2)
+    byte = e8m0_from_amax(amax if w.ndim == 3 else amax[0], rounding)
+    return Aligned(encode(w.mT.contiguous(), byte.unsqueeze(-1)), e8m0_to_float(byte))
+
+
 def padded_group_ends(group_ends: Tensor) -> Tensor:
     """(G,) int32: ends of the groups along T when each takes up whole tiles of 128 columns, padding counted in.
 

@@ -43,10 +43,11 @@ POINTERS = {
     "group_ends_ptr": "*i32",
     "amax_ptr": "*fp32",
     "row_scale_ptr": "*fp32",
+    "partial_ptr": "*i32",
     "scale_ptr": "*fp32",
     "out_ptr": "*u8",
 }
-DIVISIBLE = {"T", "T_OUT", "N", "K", "R", "C", "out_words"}
+DIVISIBLE = {"T", "T_OUT", "N", "K", "R", "C", "columns", "first_column", "out_words"}
 """Sizes that are multiples of 16 in training, as strides are; Triton compiles for that."""
 
 
@@ -123,6 +124,7 @@ def requantize_case(groups):
         "types": {"x_ptr": "*fp8e4nv"},
         "ROUNDING": RCEIL,
         "FROM_FP8": True,
+        "WHOLE": True,
         "GROUPS": groups,
         "TILE_K": quantize_aligned_t.TILE_K,
         "VEC": quantize_aligned_t.VEC,
@@ -202,7 +204,12 @@ CASES = {
     "requantize": (requantize_case(8), 96, 0),
     "aligned along t": (
         along_t_case(
-            quantize_aligned_t.aligned_along_t_kernel, 8, ROUNDING=RCEIL, FROM_FP8=False, BAND=quantize_aligned_t.BAND
+            quantize_aligned_t.aligned_along_t_kernel,
+            8,
+            ROUNDING=RCEIL,
+            FROM_FP8=False,
+            WHOLE=True,
+            BAND=quantize_aligned_t.BAND,
         ),
         128,
         0,
