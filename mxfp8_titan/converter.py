@@ -9,6 +9,7 @@ import torchtitan
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import MoE
 from torchtitan.tools.logging import logger
 
 from mxfp8_titan.backends.select import BackendChoice, current_device, select
@@ -16,6 +17,7 @@ from mxfp8_titan.job_config import MX, Recipe, recipe_from
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.feed_forward import fuse_feed_forwards
 from mxfp8_titan.modules.linear import MXFP8Linear
+from mxfp8_titan.modules.moe import speed_up_token_moves
 from mxfp8_titan.selection import EXPERTS, LINEAR, Plan, fold_layer_numbers, make_plan
 
 MODELS = ("llama4", "llama3", "deepseek_v3", "qwen3")
@@ -78,11 +80,14 @@ def tensor_parallel_degrees(job_config: JobConfig) -> tuple[int, int]:
 
 
 def swap(model: nn.Module, plan: Plan, recipe: Recipe, choice: BackendChoice) -> None:
-    """Give each module that the plan converts its MXFP8 class, and the MLPs whose linears all have it theirs."""
+    """Give each module that the plan converts its MXFP8 class, and the layers around them theirs."""
     for decision in plan.converted(LINEAR):
         MXFP8Linear.from_linear(model.get_submodule(decision.fqn), recipe, choice.backend)
     for decision in plan.converted(EXPERTS):
         MXFP8GroupedExperts.from_experts(model.get_submodule(decision.fqn), recipe, choice.backend)
+        parent = model.get_submodule(decision.fqn.rpartition(".")[0])
+        if isinstance(parent, MoE):
+            speed_up_token_moves(parent)
     fuse_feed_forwards(model)
 
 
