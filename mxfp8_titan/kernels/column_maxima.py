@@ -62,12 +62,12 @@ def store_maxima(partial_ptr, number, bits, start, K, SIZE: tl.constexpr):
     tl.store(partial_ptr + number * K + k, bits, mask=k < K)
 
 
-def share_rows(rows: int, experts: int, num_groups: int) -> tuple[int, int]:
-    """(rows per program, programs of an expert), so that about PROGRAMS of them do all experts or groups.
+def share_rows(rows: int, experts: int, num_groups: int, programs: int = PROGRAMS) -> tuple[int, int]:
+    """(rows per program, programs of an expert), so that about `programs` of them do all experts or groups.
 
     A program's rows lie in one expert and one group.
     """
-    wanted = max(PROGRAMS - num_groups, PROGRAMS // 4) if num_groups else max(PROGRAMS // experts, 1)
+    wanted = max(programs - num_groups, programs // 4) if num_groups else max(programs // experts, 1)
     each = max(min(max(ceil_div(rows, wanted), MIN_ROWS), rows), 1)
     return each, ceil_div(rows, each) + num_groups
 
