@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from mxfp8_titan.format import BLOCKED, PLAIN, RCEIL
 from mxfp8_titan.kernels import (
+    column_maxima,
     quantize,
     quantize_32x32,
     quantize_aligned,
@@ -23,6 +24,8 @@ from mxfp8_titan.kernels import (
     scale_swizzle,
     scale_unswizzle,
     swiglu,
+    swiglu_aligned,
+    zero_rows,
 )
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="runs without TRITON_INTERPRET: it compiles")
@@ -38,6 +41,7 @@ POINTERS = {
     "x_ptr": "*bf16",
     "w_ptr": "*bf16",
     "h1_ptr": "*bf16",
+    "h13_ptr": "*bf16",
     "h3_ptr": "*bf16",
     "dh_ptr": "*bf16",
     "group_ends_ptr": "*i32",
@@ -47,7 +51,7 @@ POINTERS = {
     "scale_ptr": "*fp32",
     "out_ptr": "*u8",
 }
-DIVISIBLE = {"T", "T_OUT", "N", "K", "R", "C", "columns", "first_column", "out_words"}
+DIVISIBLE = {"T", "T_OUT", "N", "K", "H", "R", "C", "columns", "first_column", "out_words"}
 """Sizes that are multiples of 16 in training, as strides are; Triton compiles for that."""
 
 
@@ -170,6 +174,20 @@ def swiglu_case(backward, along_t):
     }
 
 
+def swiglu_aligned_case(hidden, backward, groups=8):
+    kernel = swiglu_aligned.swiglu_aligned_backward_kernel if backward else swiglu_aligned.swiglu_aligned_kernel
+    config = swiglu_aligned.BACKWARD if backward else swiglu_aligned.FORWARD
+    head, tail, stages, num_warps = swiglu_aligned._config(hidden, hidden * (6 if backward else 4), config)
+    return kernel, {
+        "num_warps": num_warps,
+        "ROUNDING": RCEIL,
+        "GROUPS": groups,
+        "HEAD": head,
+        "TAIL": tail,
+        "STAGES": stages,
+    }
+
+
 def along_t_case(kernel, groups, **constants):
     return kernel, {
         "num_warps": quantize_aligned_t.NUM_WARPS,
@@ -177,6 +195,32 @@ def along_t_case(kernel, groups, **constants):
         "TILE_K": quantize_aligned_t.TILE_K,
         "VEC": quantize_aligned_t.VEC,
     } | constants
+
+
+def merge_case(groups):
+    return column_maxima.merge_maxima_kernel, {
+        "num_warps": column_maxima.NUM_WARPS,
+        "GROUPS": groups,
+        "ROWS": column_maxima.ROWS,
+        "COLUMNS": column_maxima.COLUMNS,
+    }
+
+
+def zero_rows_case():
+    return zero_rows.zero_rows_kernel, {
+        "num_warps": zero_rows.NUM_WARPS,
+        "types": {"out_ptr": "*bf16"},
+        "BLOCK": zero_rows.BLOCK,
+    }
+
+
+def padded_ends_case():
+    return quantize_aligned_t.padded_group_ends_kernel, {
+        "num_warps": quantize_aligned_t.NUM_WARPS,
+        "types": {"out_ptr": "*i32"},
+        "TILE": 128,
+        "GROUPS": 16,
+    }
 
 
 def unswizzle_case(case, groups):
@@ -225,6 +269,15 @@ CASES = {
     "unswizzle k groups": (unswizzle_case(2, 8), 255, 0),
     "swiglu": (swiglu_case(False, True), 80, 0),
     "swiglu backward": (swiglu_case(True, False), 96, 0),
+    "swiglu aligned 5120": (swiglu_aligned_case(5120, False), 168, 0),
+    "swiglu aligned 8192": (swiglu_aligned_case(8192, False), 128, 0),
+    "swiglu aligned 8192 backward": (swiglu_aligned_case(8192, True), 128, 0),
+    "swiglu aligned 5120 backward": (swiglu_aligned_case(5120, True), 255, 0),
+    "swiglu aligned 32768": (swiglu_aligned_case(32768, False), 64, 256),
+    "swiglu aligned 32768 backward": (swiglu_aligned_case(32768, True), 64, 1280),
+    "merge maxima": (merge_case(16), 64, 0),
+    "zero rows": (zero_rows_case(), 40, 0),
+    "padded ends": (padded_ends_case(), 40, 0),
 }
 """Stack above 0 is spilled registers, kept where fewer programs at once measured slower."""
 
