@@ -44,7 +44,7 @@ def test_summed_rows_equal_the_reference_but_for_the_order_of_sums(
     for how, base in ((None, x), (scale, None)):
         got = permute.sum_rows(rows, row, top_k, how, base)
         want = reference.sum_rows(rows, row, top_k, how, base)
-        if top_k <= 2:
+        if top_k == 1:
             assert torch.equal(got, want)
         torch.testing.assert_close(got, want)
 
