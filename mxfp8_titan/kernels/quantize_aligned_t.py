@@ -19,14 +19,24 @@ from mxfp8_titan.kernels.e4m3 import (
     e8m0_from_bits,
     inv_scale_from_e8m0,
     magnitude_bits,
+    pair_to_fp32,
     scale_from_e8m0,
     to_e4m3,
     to_fp32,
 )
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import ceil_div, check_groups, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import can_load_words, ceil_div, check_groups, check_source, launch, register_op
 from mxfp8_titan.kernels.quantize_aligned import OPTIONAL_GROUPS, check_args, groups_of, strides
-from mxfp8_titan.kernels.tile import TILE_T, offsets_along_t, store_transposed, tile_of
+from mxfp8_titan.kernels.tile import (
+    BLOCK,
+    BLOCKS_T,
+    TILE_T,
+    cast_along_t,
+    load_words,
+    offsets_along_t,
+    store_transposed,
+    tile_of,
+)
 
 TILE_K, VEC, BAND, NUM_WARPS = 128, 4, 8, 4
 """Features per tile, features per thread, tiles along T that are worked on together, warps."""
@@ -59,14 +69,15 @@ def aligned_along_t_kernel(
     x_ptr, row_scale_ptr, amax_ptr, data_ptr, scale_ptr, group_ends_ptr,
     T, T_OUT, K, stride_xe, stride_xt, stride_xk, columns, first_column, tiles_t, tiles_k, tiles, num_groups,
     all_groups,
-    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
-    VEC: tl.constexpr, BAND: tl.constexpr,
+    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
+    TILE_K: tl.constexpr, VEC: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """One program scales and transposes one tile of 128 tokens x TILE_K features, in the order of tile.tile_of.
 
     T_OUT of the `columns` of a row of data are written, from first_column on; WHOLE: all three are multiples of 32.
-    FROM_FP8: x is E4M3 with one scale per row. After the `tiles` programs of the data come those that write scales,
-    TILE_K of one group each. Tokens of other groups, and features past K, are masked here.
+    FROM_FP8: x is E4M3 with one scale per row.  WORDS: see launch.can_load_words.
+    After the `tiles` programs of the data come those that write scales, TILE_K of one group each. Tokens of other
+    groups, and features past K, are masked here.
     """
     pid = tl.program_id(0)
     if pid >= tiles:
@@ -77,7 +88,7 @@ def aligned_along_t_kernel(
         _encode_tile(
             x_ptr, row_scale_ptr, amax_ptr, data_ptr + first_column, group_ends_ptr,
             T, T_OUT, K, stride_xe, stride_xt, stride_xk, columns, tiles_t, tile, tile_k, num_groups,
-            all_groups, ROUNDING, FROM_FP8, WHOLE, GROUPS, TILE_K, VEC,
+            all_groups, ROUNDING, FROM_FP8, WORDS, WHOLE, GROUPS, TILE_K, VEC,
         )  # fmt: skip
 
 
@@ -93,8 +104,8 @@ def _store_scales(amax_ptr, scale_ptr, group, tile_k, K, ROUNDING: tl.constexpr,
 def _encode_tile(
     x_ptr, row_scale_ptr, amax_ptr, data_ptr, group_ends_ptr,
     T, T_OUT, K, stride_xe, stride_xt, stride_xk, columns, tiles_t, tile, tile_k, num_groups, all_groups,
-    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
-    VEC: tl.constexpr,
+    ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
+    TILE_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     group, expert, first, read_end, _, _, _ = place_tile(
         tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, True
@@ -103,13 +114,19 @@ def _encode_tile(
     t, k = offsets_along_t(tile_k, TILE_K, VEC)
     readable = t < read_end - first
     x_tile = x_ptr + expert.to(tl.int64) * stride_xe + first.to(tl.int64) * stride_xt
-    x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
-    x = to_fp32(tl.load(x_ptrs, mask=readable & (k < K), other=0.0))
+    if WORDS:
+        words = load_words(x_tile, stride_xt, read_end - first, tile_k, K, TILE_K, VEC)
+        x = tl.reshape(pair_to_fp32(words), [TILE_K // VEC, BLOCKS_T, BLOCK, VEC])
+    else:
+        x_ptrs = x_tile + t.to(tl.int64) * stride_xt + k.to(tl.int64) * stride_xk
+        x = to_fp32(tl.load(x_ptrs, mask=readable & (k < K), other=0.0))
     if FROM_FP8:
         x *= tl.load(row_scale_ptr + expert.to(tl.int64) * T + first + t, mask=readable, other=0.0)
     # Past the last group there is no amax: the tile is zero, whatever it is multiplied by.
     amax = tl.load(amax_ptr + group.to(tl.int64) * K + k, mask=(k < K) & (group < all_groups), other=0.0)
-    y = to_e4m3(x * inv_scale_from_e8m0(e8m0_from_bits(magnitude_bits(amax), ROUNDING)))
+    x *= inv_scale_from_e8m0(e8m0_from_bits(magnitude_bits(amax), ROUNDING))
+    # From FP8, elements arrive in an order that makes the cast by features the longer one.
+    y = to_e4m3(x) if FROM_FP8 else cast_along_t(x)
     if WHOLE:
         store_transposed(y, data_ptr, expert.to(tl.int64) * K, column, T_OUT, tile_k, K, columns, TILE_K)
     else:
@@ -193,8 +210,8 @@ def launch_along_t(
                 tiles_t, tiles_k, tiles, groups[0], amax.shape[0],
             ),
             (
-                rounding, row_scale is not None, (rows_out | columns | first_column) % BLOCK_SIZE == 0, groups[1],
-                TILE_K, VEC, BAND,
+                rounding, row_scale is not None, can_load_words(x),
+                (rows_out | columns | first_column) % BLOCK_SIZE == 0, groups[1], TILE_K, VEC, BAND,
             ),
             NUM_WARPS,
         )  # fmt: skip
