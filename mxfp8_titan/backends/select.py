@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mxfp8_titan.backends.blackwell import BLACKWELL
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.job_config import AUTO, RECIPES
@@ -11,7 +12,10 @@ from mxfp8_titan.job_config import AUTO, RECIPES
 AUTO_ORDER = ("mxfp8_cublas_rceil", "mxfp8_hopper", "mxfp8_emulated_rceil")
 """What `auto` tries, fastest first; the last one runs anywhere."""
 
-FAST_BACKENDS: dict[str, Backend] = {}
+FAST_BACKENDS: dict[str, Backend] = {
+    "mxfp8_cublas": BLACKWELL,
+    "mxfp8_cublas_rceil": BLACKWELL,
+}
 """Recipe name -> backend, for the recipes with `capabilities` that this version has a backend for."""
 
 
