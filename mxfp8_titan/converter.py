@@ -46,7 +46,7 @@ class MXConverter:
 
         Raises: ValueError as `make_plan` does.
         """
-        plan = make_plan(model, self.mx, *self.tensor_parallel_degrees)
+        plan = make_plan(model, self.mx, *self.tensor_parallel_degrees, self.recipe.max_features)
         swap(model, plan, self.recipe, self.choice)
         _save_forward_gemms_under_op_checkpointing(self.choice)
         logger.info(summarize(plan, self.recipe, self.choice))

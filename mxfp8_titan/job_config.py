@@ -30,6 +30,8 @@ class Recipe:
     capabilities: tuple[tuple[int, int], ...] = ()
     """Exact CUDA compute capabilities it needs; empty: runs on any device. A set and not a minimum: sm120 is newer
     than sm100 but lacks its block-scaled tensor cores."""
+    max_features: int | None = None
+    """Longest dim of a weight that it takes."""
     wgrad_in_mxfp8: bool = True
     """Whether dw is an MXFP8 product; otherwise bf16."""
     gemm: str = "auto"
@@ -45,7 +47,7 @@ RECIPES = {
     for recipe in (
         Recipe("mxfp8_cublas", FLOOR, (_SM100, _SM103)),
         Recipe("mxfp8_cublas_rceil", RCEIL, (_SM100, _SM103)),
-        Recipe("mxfp8_hopper", RCEIL, (_SM90,)),
+        Recipe("mxfp8_hopper", RCEIL, (_SM90,), max_features=32768),
         Recipe("mxfp8_emulated", FLOOR),
         Recipe("mxfp8_emulated_rceil", RCEIL),
     )

@@ -22,7 +22,7 @@ from mxfp8_titan import local_text, plugin  # noqa: F401 - the config names what
 from mxfp8_titan.backends.select import current_device, select
 from mxfp8_titan.converter import mx_section, tensor_parallel_degrees
 from mxfp8_titan.job_args import read_toml
-from mxfp8_titan.job_config import AUTO, did_you_mean
+from mxfp8_titan.job_config import AUTO, RECIPES, did_you_mean
 from mxfp8_titan.selection import Plan, make_plan
 
 
@@ -171,7 +171,17 @@ def conversion_plan(job_config: JobConfig, model: nn.Module) -> Plan:
 
     Raises: ValueError as `make_plan` does.
     """
-    return make_plan(model, mx_section(job_config), *tensor_parallel_degrees(job_config))
+    mx = mx_section(job_config)
+    return make_plan(model, mx, *tensor_parallel_degrees(job_config), _max_features(mx.recipe_name))
+
+
+def _max_features(recipe_name: str) -> int | None:
+    """That of the recipe this machine would run, or of the one named if it cannot."""
+    try:
+        recipe_name = select(recipe_name, current_device()).recipe_name
+    except ValueError:
+        pass
+    return RECIPES[recipe_name].max_features if recipe_name in RECIPES else None
 
 
 def _known(setting: str, name: str, registered) -> None:

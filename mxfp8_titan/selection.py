@@ -63,11 +63,18 @@ def matches(entry: str, fqn: str) -> bool:
     return any(have[i : i + len(want)] == want for i in range(len(have) - len(want) + 1))
 
 
-def make_plan(model: nn.Module, mx: MX, tensor_parallel: int = 1, experts_tensor_parallel: int = 1) -> Plan:
+def make_plan(
+    model: nn.Module,
+    mx: MX,
+    tensor_parallel: int = 1,
+    experts_tensor_parallel: int = 1,
+    max_features: int | None = None,
+) -> Plan:
     """The conversion plan for `model` (meta parameters will do).
 
     tensor_parallel: degree that shards dense linears' in or out features
     experts_tensor_parallel: degree that shards the experts' hidden dim
+    max_features: the recipe's, if it has one
     Raises: ValueError for an entry that matches nothing (with near matches), for experts this project cannot
         convert, and when nothing would be converted.
     """
@@ -75,10 +82,10 @@ def make_plan(model: nn.Module, mx: MX, tensor_parallel: int = 1, experts_tensor
     decisions = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            reason = _why_linear_stays(model, fqn, module, mx, tensor_parallel)
+            reason = _why_linear_stays(model, fqn, module, mx, tensor_parallel, max_features)
             decisions.append(Decision(fqn, LINEAR, tuple(module.weight.shape), reason))
         elif _is_experts(module):
-            reason = _why_experts_stay(fqn, module, mx, experts_tensor_parallel)
+            reason = _why_experts_stay(fqn, module, mx, experts_tensor_parallel, max_features)
             shape = tuple(module.w1.shape) if isinstance(module, GroupedExperts) else ()
             decisions.append(Decision(fqn, EXPERTS, shape, reason))
     plan = Plan(tuple(decisions))
@@ -93,7 +100,9 @@ def make_plan(model: nn.Module, mx: MX, tensor_parallel: int = 1, experts_tensor
     return plan
 
 
-def _why_linear_stays(root: nn.Module, fqn: str, linear: nn.Linear, mx: MX, tensor_parallel: int) -> str:
+def _why_linear_stays(
+    root: nn.Module, fqn: str, linear: nn.Linear, mx: MX, tensor_parallel: int, max_features: int | None
+) -> str:
     if isinstance(root.get_submodule(fqn.rpartition(".")[0]), TokenChoiceTopKRouter):
         return "router, always kept"
     if not mx.dense:
@@ -103,12 +112,11 @@ def _why_linear_stays(root: nn.Module, fqn: str, linear: nn.Linear, mx: MX, tens
             return f"filter_fqns: {entry}"
     if type(linear) is not nn.Linear:
         return f"is {type(linear).__name__}, not a plain nn.Linear"
-    return _why_sizes_do_not_fit(
-        {"out_features": linear.out_features, "in_features": linear.in_features}, tensor_parallel
-    )
+    sizes = {"out_features": linear.out_features, "in_features": linear.in_features}
+    return _why_sizes_do_not_fit(sizes, tensor_parallel, max_features)
 
 
-def _why_experts_stay(fqn: str, experts: nn.Module, mx: MX, tensor_parallel: int) -> str:
+def _why_experts_stay(fqn: str, experts: nn.Module, mx: MX, tensor_parallel: int, max_features: int | None) -> str:
     if not any(matches(entry, fqn) for entry in mx.moe_fqns_prototype):
         return "not in moe_fqns_prototype"
     if type(experts) is not GroupedExperts:
@@ -117,15 +125,19 @@ def _why_experts_stay(fqn: str, experts: nn.Module, mx: MX, tensor_parallel: int
             "(w1, w2, w3, no biases) can be converted. Leave it out of --mx.moe_fqns_prototype to train it in bf16."
         )
     _, hidden, dim = experts.w1.shape
-    return _why_sizes_do_not_fit({"dim": dim}, 1) or _why_sizes_do_not_fit({"hidden_dim": hidden}, tensor_parallel)
+    return _why_sizes_do_not_fit({"dim": dim}, 1, max_features) or _why_sizes_do_not_fit(
+        {"hidden_dim": hidden}, tensor_parallel, max_features
+    )
 
 
-def _why_sizes_do_not_fit(sizes: dict[str, int], shards: int) -> str:
+def _why_sizes_do_not_fit(sizes: dict[str, int], shards: int, max_features: int | None) -> str:
     # Which of the two dims a tensor-parallel style shards is not known before it is applied, so both must fit.
     for name, size in sizes.items():
         if size % (BLOCK_SIZE * shards) != 0:
             over = f" over tensor-parallel degree {shards}" if shards > 1 else ""
             return f"{name} {size}{over} is not a multiple of {BLOCK_SIZE}"
+        if max_features is not None and size > max_features:
+            return f"{name} {size} is more than {max_features}, the longest row the recipe takes"
     return ""
 
 

@@ -199,3 +199,13 @@ def test_other_modules_with_3d_parameters_are_no_experts():
     assert [d.fqn for d in _plan(model).decisions] == ["linear"]
     with pytest.raises(ValueError, match="'vision' matches no expert module of the model.*has no expert module"):
         _plan(model, moe_fqns_prototype=["vision"])
+
+
+def test_a_dim_longer_than_the_recipe_takes_keeps_the_module_in_bf16():
+    with torch.device("meta"):
+        model = _Model()
+        model.output = nn.Linear(64, 65536, bias=False)
+    plan = make_plan(model, MX(filter_fqns=[]), max_features=32768)
+    assert "output" not in _converted(plan, LINEAR)
+    assert "out_features 65536 is more than 32768, the longest row the recipe takes" in plan.kept()
+    assert "output" in _converted(make_plan(model, MX(filter_fqns=[])), LINEAR)
