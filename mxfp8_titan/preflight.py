@@ -1,5 +1,6 @@
 """Everything about a job that can be found wrong without a process group or a GPU, found before either is touched."""
 
+import contextlib
 import copy
 import importlib
 import os
@@ -177,10 +178,8 @@ def conversion_plan(job_config: JobConfig, model: nn.Module) -> Plan:
 
 def _max_features(recipe_name: str) -> int | None:
     """That of the recipe this machine would run, or of the one named if it cannot."""
-    try:
+    with contextlib.suppress(ValueError):
         recipe_name = select(recipe_name, current_device()).recipe_name
-    except ValueError:
-        pass
     return RECIPES[recipe_name].max_features if recipe_name in RECIPES else None
 
 
