@@ -10,12 +10,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from mxfp8_titan.format import BLOCKED, PLAIN, RCEIL
+from mxfp8_titan.format import BLOCK_SIZE, BLOCKED, GROUP_TILE, PLAIN, RCEIL
 from mxfp8_titan.kernels import (
+    aligned_gemm,
     column_maxima,
     quantize,
     quantize_32x32,
@@ -308,3 +311,51 @@ def test_the_maximum_along_t_never_leaves_a_thread(layout):
     assert "REDUX" not in sass
     assert "LDG.E.64" in sass
     assert "STG.E.128" in sass
+
+
+def compile_aligned_gemm(over_t, out_dtype):
+    """Gluon kernels have layouts in their signature, and only sm_90 has their instructions."""
+    boxes = {
+        "a_desc": ("fp8e4nv", [aligned_gemm.TILE_M, GROUP_TILE], aligned_gemm.OPERAND_LAYOUT),
+        "b_desc": ("fp8e4nv", [aligned_gemm.TILE_N, GROUP_TILE], aligned_gemm.OPERAND_LAYOUT),
+        "c_desc": (
+            {torch.bfloat16: "bf16", torch.float32: "fp32"}[out_dtype],
+            [BLOCK_SIZE, aligned_gemm.BOX_BYTES // out_dtype.itemsize],
+            aligned_gemm.OUT_LAYOUTS[out_dtype],
+        ),
+    }
+    types = {name: f"tensordesc<{dtype}{box},{layout!r}>" for name, (dtype, box, layout) in boxes.items()}
+    types |= {"a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "group_ends_ptr": "*i32"}
+    constants = {
+        "OVER_T": over_t,
+        "TILE_M": aligned_gemm.TILE_M,
+        "TILE_N": aligned_gemm.TILE_N,
+        "STAGES": aligned_gemm.STAGES[out_dtype],
+        "BAND": aligned_gemm.BAND,
+        "REGISTERS": aligned_gemm.REGISTERS,
+        "num_warps": aligned_gemm.NUM_WARPS,
+    }
+    names = aligned_gemm.aligned_gemm_kernel.arg_names
+    source = GluonASTSource(
+        fn=aligned_gemm.aligned_gemm_kernel,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={},
+    )
+    options = {"num_warps": aligned_gemm.NUM_WARPS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@layouts_of_triton_3_6
+@pytest.mark.parametrize("over_t", [False, True])
+@pytest.mark.parametrize("out_dtype", aligned_gemm.STAGES)
+def test_the_fp8_gemm_fits_in_registers_and_shared_memory(over_t, out_dtype):
+    compiled = compile_aligned_gemm(over_t, out_dtype)
+    registers, stack, sass = resources(compiled)
+    # What a kernel of 384 threads starts with; then warps hand each other theirs.
+    assert registers <= 168
+    assert stack == 0
+    assert compiled.metadata.shared <= 227 * 1024
+    assert f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {aligned_gemm.REGISTERS:#x}" in sass
+    # Four steps of 32 along K, two halves of a tile, two groups of warps: no product is repeated.
+    assert sass.count("QGMMA.64x128x32.F32.E4M3.E4M3") == 16
