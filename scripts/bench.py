@@ -2,6 +2,7 @@
 
 python scripts/bench.py --op quantize_both
 python scripts/bench.py --op all --json docs/benchmarks/kernels.json
+python scripts/bench.py --op aligned_gemm --json docs/benchmarks/gemm.json
 """
 
 import argparse
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mxfp8_titan.bench import host, quantize, results, swizzle, timing
+from mxfp8_titan.bench import aligned_gemm, host, quantize, results, swizzle, timing
 
 
 def main() -> None:
@@ -21,8 +22,9 @@ def main() -> None:
         "launch_overhead": host.measure_launch_overhead,
         "cold_first_step": host.measure_cold_first_step,
     }
+    gemms = {"aligned_gemm": aligned_gemm.measure}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *by_bandwidth, *others])
+    parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *by_bandwidth, *others, *gemms])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--commit", help="what to record when the tree is no git checkout")
     args = parser.parse_args()
@@ -36,7 +38,7 @@ def main() -> None:
     rows = [results.Row("copy", round(copy), "GB/s", "", "1 GiB device to device, read plus written")]
     for name in wanted:
         print(f"\n{name}")
-        rows += quantize.measure(by_bandwidth[name], copy) if name in by_bandwidth else others[name]()
+        rows += quantize.measure(by_bandwidth[name], copy) if name in by_bandwidth else (others | gemms)[name]()
     ratios = [row for row in rows if row.id == "rceil_over_floor"]
     rows = [row for row in rows if row.id != "rceil_over_floor"]
     if ratios:
