@@ -96,6 +96,13 @@ class MX:
     metrics_file: str = ""
     """File to which each logged step's metrics are added, one JSON object a line; converters or not. Empty: none."""
 
+    trace_file: str = ""
+    """File for a profiler trace of the last trace_steps steps, by the rank that logs the loss; a name that ends in .gz
+    is compressed. Needs `python -m mxfp8_titan.train` (as scripts/llama4.sh starts). Empty: none."""
+
+    trace_steps: int = 3
+    """Steps in the trace. The step before them starts the profiler and is not in it."""
+
     def __post_init__(self) -> None:
         for name in ("filter_fqns", "moe_fqns_prototype"):
             setattr(self, name, _split_entries(name, getattr(self, name)))
@@ -109,8 +116,11 @@ class MX:
                 raise ValueError(
                     f"mx.{name} is {value!r}, needs one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}"
                 )
-        if not isinstance(self.metrics_file, str):
-            raise TypeError(f"mx.metrics_file is {self.metrics_file!r}, needs a path")
+        for name in ("metrics_file", "trace_file"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"mx.{name} is {getattr(self, name)!r}, needs a path")
+        if not isinstance(self.trace_steps, int) or self.trace_steps < 1:
+            raise ValueError(f"mx.trace_steps is {self.trace_steps!r}, needs a whole number from 1 up")
         for name in ("dense", "fast_accumulation"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"mx.{name} is {getattr(self, name)!r}, needs true or false")

@@ -1,11 +1,12 @@
 """torchtitan's model specs with two parts replaced: the tokenizer builder and the metrics processor.
 
 Both are slots that a TrainSpec offers. The first trains the local tokenizer when it is asked for, and refuses one
-that does not fit the model; the second stops a run whose loss is no longer finite.
+that does not fit the model; the second stops a run whose loss is no longer finite, and can write its metrics to a file.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols import train_spec as train_specs
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-from mxfp8_titan import local_text
+from mxfp8_titan import compilations, local_text
 from mxfp8_titan.converter import MODELS
 
 
@@ -29,13 +30,20 @@ class FiniteLossMetrics(MetricsProcessor):
     """torchtitan's metrics, and an error at the first logged loss or gradient norm that is not finite.
 
     The last step and each step that ends in a checkpoint are logged too: torchtitan saves after it logs, so that no
-    checkpoint is written of weights that are no numbers.
+    checkpoint is written of weights that are no numbers. So is the last step before a trace, where measuring ends.
+    Two metrics more: what was compiled since the last logged step, and how unevenly tokens were routed.
     """
 
+    tokens_per_expert: Sequence[torch.Tensor] = ()
+    """Per MoE layer (E,) counts of the step to be logged; the trainer sets them."""
+    compiled_before: int = 0
+
     def should_log(self, step: int) -> bool:
-        checkpoint = self.job_config.checkpoint
+        checkpoint, last = self.job_config.checkpoint, self.job_config.training.steps
         saves = checkpoint.enable and step % checkpoint.interval == 0
-        return super().should_log(step) or saves or step == self.job_config.training.steps
+        mx = getattr(self.job_config, "mx", None)
+        before_trace = bool(mx and mx.trace_file) and step == last - mx.trace_steps - 1
+        return super().should_log(step) or saves or before_trace or step == last
 
     def log(
         self,
@@ -45,11 +53,22 @@ class FiniteLossMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        compiled = compilations.count()
+        extra = {**(extra_metrics or {}), "compile/count": compiled - self.compiled_before}
+        self.compiled_before = compiled
+        if self.tokens_per_expert:
+            extra["routing/max_over_mean"] = imbalance(self.tokens_per_expert)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         # A gradient norm that is not finite has already reached the weights, whatever this step's loss was.
         for name, value in (("loss", global_avg_loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise NonFiniteLossError(f"the {name} is {value} at step {step}: stopped before anything is saved")
+
+
+def imbalance(tokens_per_expert: Sequence[torch.Tensor]) -> float:
+    """Tokens of the busiest expert over the mean of its layer, in the layer where that is largest. 1: balanced."""
+    counts = torch.stack([count.float() for count in tokens_per_expert])
+    return (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).max().item()
 
 
 def register() -> None:
@@ -83,6 +102,7 @@ class JsonLines(BaseLogger):
 
 
 def _build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
+    compilations.listen()
     processor = FiniteLossMetrics(job_config, parallel_dims, tag)
     mx = getattr(job_config, "mx", None)
     if mx and mx.metrics_file and torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):

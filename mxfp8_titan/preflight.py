@@ -118,6 +118,11 @@ def _check_sizes(job_config: JobConfig) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}, needs a whole number from 1 up")
+    mx = getattr(job_config, "mx", None)
+    if mx and mx.trace_file and mx.trace_steps >= training.steps:
+        raise ValueError(
+            f"mx.trace_steps is {mx.trace_steps} and training.steps {training.steps}: a trace needs one step before it"
+        )
     is_local = training.dataset.lower() == local_text.DATASET
     if is_local and training.dataset_path and not Path(training.dataset_path).exists():
         raise ValueError(f"training.dataset_path is {training.dataset_path}, needs a file or folder that exists")

@@ -24,12 +24,14 @@ REFUSALS = (ValueError, TypeError, OSError, ImportError)
 
 
 def main() -> None:
-    """Check the job on the command line, then train it with torchtitan's Trainer."""
+    """Check the job on the command line, then train it."""
     prepare_host()
     check_or_refuse(parse_or_refuse(sys.argv[1:]))
     import torchtitan.train
 
-    torchtitan.train.main(torchtitan.train.Trainer)
+    from mxfp8_titan.trainer import ObservedTrainer
+
+    torchtitan.train.main(ObservedTrainer)
 
 
 def prepare_host() -> None:

@@ -25,16 +25,18 @@ ALLOWED = {
     "bench": {"kernels", "reference", "format", "report"},
     "local_text": set(),
     "flavors": {"local_text"},
-    "model_specs": {"local_text", "converter"},
+    "compilations": set(),
+    "model_specs": {"local_text", "converter", "compilations"},
     "plugin": {"converter", "flavors", "local_text", "model_specs"},
     "cpu_host": set(),
     "job_args": {"job_config"},
     "preflight": {"plugin", "converter", "selection", "backends", "job_config", "job_args", "local_text"},
-    "train": {"cpu_host", "preflight", "job_args"},
+    "trainer": set(),
+    "train": {"cpu_host", "preflight", "job_args", "trainer"},
     "check": {"train"},
     "plan": {"train", "preflight", "backends", "selection"},
     "launch": {"report", "job_args"},
-    "compare": {"launch", "report"},
+    "compare": {"launch", "report", "job_args"},
 }
 
 

@@ -3,6 +3,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxfp8_titan import local_text, plugin  # noqa: F401 - registers the specs
@@ -73,3 +74,29 @@ def test_the_last_step_and_every_step_that_saves_are_logged():
     assert [step for step in range(1, 20) if metrics.should_log(step)] == [1, 4, 8, 10, 12, 16, 19]
     metrics.job_config.checkpoint.enable = False
     assert [step for step in range(1, 20) if metrics.should_log(step)] == [1, 10, 19]
+
+
+def test_the_step_at_which_measuring_ends_is_logged_before_a_trace():
+    metrics = object.__new__(FiniteLossMetrics)
+    metrics.job_config = SimpleNamespace(
+        metrics=SimpleNamespace(log_freq=10),
+        checkpoint=SimpleNamespace(enable=False),
+        training=SimpleNamespace(steps=19),
+        mx=SimpleNamespace(trace_file="t.json", trace_steps=3),
+    )
+    assert [step for step in range(1, 20) if metrics.should_log(step)] == [1, 10, 15, 19]
+
+
+def test_what_was_compiled_and_how_tokens_were_routed_is_logged(monkeypatch):
+    logged = []
+    monkeypatch.setattr("torchtitan.components.metrics.MetricsProcessor.log", lambda self, *a: logged.append(a[-1]))
+    counts = iter([5, 5, 7])
+    monkeypatch.setattr("mxfp8_titan.compilations.count", lambda: next(counts))
+    metrics = object.__new__(FiniteLossMetrics)
+    metrics.log(1, 2.0, 2.0, 1.0, {"lr": 0.5})
+    metrics.tokens_per_expert = [torch.tensor([4.0, 4.0]), torch.tensor([6.0, 2.0])]
+    metrics.log(2, 2.0, 2.0, 1.0)
+    metrics.log(3, 2.0, 2.0, 1.0)
+    assert logged[0] == {"lr": 0.5, "compile/count": 5}
+    assert logged[1] == {"compile/count": 0, "routing/max_over_mean": 1.5}
+    assert logged[2]["compile/count"] == 2

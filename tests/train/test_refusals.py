@@ -56,6 +56,7 @@ def _refused(capsys, *flags, config=DEBUG):
         (["--training.seq_len=-5"], "training.seq_len is -5, needs a whole number from 1 up"),
         (["--training.steps=0"], "training.steps is 0"),
         (["--metrics.log_freq=0"], "metrics.log_freq is 0"),
+        (["--mx.trace_file=t.json", "--mx.trace_steps=20"], "mx.trace_steps is 20 .* a trace needs one step before it"),
         (["--training.dataset_path=/no/such"], "training.dataset_path is /no/such, needs a file or folder that exists"),
         (["--training.global_batch_size=3"], "training.global_batch_size is 3, needs a multiple of 4"),
         (["--parallelism.data_parallel_shard_degree=7"], "parallelism does not fit 1 processes.*dp_shard"),
