@@ -22,7 +22,7 @@ FLAGS = ("--mx.moe_fqns_prototype=experts", "--mx.filter_fqns=output,router.gate
 
 @pytest.fixture
 def a_b200(request, monkeypatch):
-    """A machine that says it has a B200, with a PyTorch that can or, for the parameter False, cannot multiply groups."""
+    """A machine that says it has a B200, with a PyTorch that can (the parameter is True) or cannot multiply groups."""
     device = Device("NVIDIA B200", (10, 0))
     monkeypatch.setattr("mxfp8_titan.backends.select.current_device", lambda: device)
     monkeypatch.setattr("mxfp8_titan.converter.current_device", lambda: device)
