@@ -60,14 +60,18 @@ class SwiGLUMLPFunction(torch.autograd.Function):
             w2_for_dx = backend.quantize_weights_for_dx([w2], w2_kept, recipe)
             dh = backend.dx(tokens.rows, w2_for_dx, group_ends, recipe, ctx.out_dtype)
             dh13, h = backend.swiglu_backward(dh, h13, h_kept, group_ends, recipe, needs_dw13)
+            # Each operand lives until its last product.
+            del dh, w2_for_dx
         else:
             h = backend.swiglu(h13, group_ends, recipe, True)[0].dw
         if needs_dw2:
             (dw2,) = backend.dw(tokens.dw, h, group_ends, recipe, 1, w2.dtype)
-        if needs_dw13:
-            dw1, dw3 = backend.dw(dh13.dw, x, group_ends, recipe, 2, w1.dtype)
+        del tokens, h
         if needs_dx:
             w13_for_dx = backend.quantize_weights_for_dx([w1, w3], w13_kept, recipe)
             dx = backend.dx(dh13.rows, w13_for_dx, group_ends, recipe, ctx.x_dtype)
+            del w13_for_dx
+        if needs_dw13:
+            dw1, dw3 = backend.dw(dh13.dw, x, group_ends, recipe, 2, w1.dtype)
         grads = (dx, dw1 if needs_dw1 else None, dw2, dw3 if needs_dw3 else None)
         return *grads, None, None, None, None

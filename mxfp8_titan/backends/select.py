@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mxfp8_titan.backends.blackwell import BLACKWELL
+from mxfp8_titan.backends.hopper import HOPPER
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.job_config import AUTO, RECIPES
@@ -15,6 +16,7 @@ AUTO_ORDER = ("mxfp8_cublas_rceil", "mxfp8_hopper", "mxfp8_emulated_rceil")
 FAST_BACKENDS: dict[str, Backend] = {
     "mxfp8_cublas": BLACKWELL,
     "mxfp8_cublas_rceil": BLACKWELL,
+    "mxfp8_hopper": HOPPER,
 }
 """Recipe name -> backend, for the recipes with `capabilities` that this version has a backend for."""
 

@@ -1,0 +1,158 @@
+"""A training step of grouped experts, MXFP8 on Hopper against bf16: quantization and all three products.
+
+Everything a step pays is timed: x, w and dy are bf16 when the clock starts, y, dx and dw are bf16 when it stops. The
+limit is the three FP8 GEMMs alone, each by the faster of the library (full accumulation) and this project's kernel,
+plus every byte of quantization moved once at copy bandwidth: x, w and dy read in bf16 and written in FP8 for two
+products.
+"""
+
+import csv
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mxfp8_titan.autograd.linear import LinearFunction
+from mxfp8_titan.backends import hopper
+from mxfp8_titan.backends.hopper import HOPPER
+from mxfp8_titan.bench.results import Row, print_table
+from mxfp8_titan.bench.timing import copy_gbps, device_us
+from mxfp8_titan.job_config import RECIPES, Recipe
+
+TOKENS = (16384, 128000)
+WEIGHTS = ((8192, 5120), (1536, 5120), (2048, 7168))
+GROUPS = (1, 2, 4, 8)
+LARGE = (128000, 8192, 5120)
+
+GEMMS = ("library", "own")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. Times in us; `scaled` is MXFP8 with the GEMMs of `recipe`."""
+
+    M: int
+    N: int
+    K: int
+    G: int
+    recipe: str
+    bf16_fwd_bwd_us: float
+    scaled_fwd_bwd_us: float
+    scaled_fwd_bwd_speedup: float
+    bf16_fwd_us: float
+    scaled_fwd_us: float
+    scaled_fwd_speedup: float
+    limit_us: float
+    share_of_limit: float
+
+
+def uneven_ends(tokens: int, groups: int) -> Tensor:
+    """(groups,) int32 on the GPU: random sizes that are multiples of 32 and fill all tokens."""
+    generator = torch.Generator().manual_seed(tokens + groups)
+    cuts = torch.randint(0, tokens // 32 + 1, (groups - 1,), generator=generator).sort().values
+    return torch.cat([cuts * 32, torch.tensor([tokens])]).to(torch.int32).cuda()
+
+
+def recipe(gemm: str) -> Recipe:
+    """mxfp8_hopper with the GEMMs named."""
+    base = RECIPES["mxfp8_hopper"]
+    return Recipe(base.name, base.rounding, base.capabilities, gemm=gemm)
+
+
+def measure(csv_path: Path | None = None, gemms: tuple[str, ...] = ("library", "auto")) -> list[Row]:
+    """Prints the 24 cases for each choice of GEMMs; the figures are those of the last one.
+
+    csv_path: where to write all of them
+    """
+    copy = copy_gbps()
+    cases = []
+    for tokens in TOKENS:
+        for n, k in WEIGHTS:
+            for groups in GROUPS:
+                cases += _measure_case(tokens, n, k, groups, gemms, copy)
+                torch.cuda.empty_cache()
+    columns = [field.name for field in fields(Case)]
+    print_table(columns, [astuple(case) for case in cases])
+    if csv_path:
+        with csv_path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(astuple(case) for case in cases)
+    return _rows(cases, gemms)
+
+
+def _rows(cases: list[Case], gemms: tuple[str, ...]) -> list[Row]:
+    rows = []
+    for gemm, id, target in ((gemms[0], "grouped_large_library", ">= 1.35"), (gemms[-1], "grouped_large", ">= 1.5")):
+        large = [c for c in cases if c.recipe.endswith(gemm) and (c.M, c.N, c.K) == LARGE]
+        rows.append(_worst(id, target, large, "scaled_fwd_bwd_speedup", "x bf16, fwd+bwd"))
+    last = [case for case in cases if case.recipe.endswith(gemms[-1])]
+    geomean = math.exp(statistics.fmean(math.log(case.scaled_fwd_bwd_speedup) for case in last))
+    rows.append(Row("grouped_geomean", round(geomean, 3), "x bf16, fwd+bwd", ">= 1.35", f"{len(last)} shapes"))
+    rows.append(_worst("grouped_worst", ">= 1.0", last, "scaled_fwd_bwd_speedup", "x bf16, fwd+bwd"))
+    rows.append(_worst("share_of_limit", ">= 0.80", last, "share_of_limit", "limit / time"))
+    return rows
+
+
+def _worst(id: str, target: str, cases: list[Case], field: str, unit: str) -> Row:
+    case = min(cases, key=lambda c: getattr(c, field))
+    detail = (
+        f"({case.M}, {case.N}, {case.K}, {case.G}) {case.recipe}: bf16 {case.bf16_fwd_bwd_us:.0f} us, "
+        f"here {case.scaled_fwd_bwd_us:.0f}, limit {case.limit_us:.0f}"
+    )
+    return Row(id, getattr(case, field), unit, target, detail)
+
+
+def _measure_case(tokens: int, n: int, k: int, groups: int, gemms: tuple[str, ...], copy: float) -> list[Case]:
+    ends = uneven_ends(tokens, groups)
+    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    w = (torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
+    dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
+
+    def bf16() -> Tensor:
+        return torch._grouped_mm(x, w.mT, offs=ends)
+
+    limit = _limit_us(x.detach(), w.detach(), dy, ends, copy)
+    bf16_fwd, bf16_both = device_us(bf16), device_us(lambda: _step(bf16, dy, x, w))
+    cases = []
+    for gemm in gemms:
+        how = recipe(gemm)
+
+        def scaled(how: Recipe = how) -> Tensor:
+            return LinearFunction.apply(x, w, ends, how, HOPPER, torch.bfloat16)
+
+        fwd, both = device_us(scaled), device_us(lambda scaled=scaled: _step(scaled, dy, x, w))
+        times = [round(us, 1) for us in (bf16_both, both, bf16_fwd, fwd)]
+        speedups = round(bf16_both / both, 3), round(bf16_fwd / fwd, 3)
+        cases.append(
+            Case(tokens, n, k, groups, f"{how.name} {gemm}", *times[:2], speedups[0], *times[2:], speedups[1],
+                 round(limit, 1), round(limit / both, 3))
+        )  # fmt: skip
+    return cases
+
+
+def _step(forward: Callable[[], Tensor], dy: Tensor, x: Tensor, w: Tensor) -> None:
+    x.grad = w.grad = None
+    forward().backward(dy)
+
+
+def _limit_us(x: Tensor, w: Tensor, dy: Tensor, ends: Tensor, copy: float) -> float:
+    how = recipe("library")
+    tokens = HOPPER.quantize_tokens(x, ends, how, True)
+    grads = HOPPER.quantize_tokens(dy, ends, how, True)
+    weights = HOPPER.quantize_weights([w], how, True)
+    for_dx = HOPPER.quantize_weights_for_dx([w], weights.kept, how)
+    x_along_t, dy_along_t = (hopper.along_t(operand.dw, ends, how) for operand in (tokens, grads))
+    dtype = torch.bfloat16
+    total = 0.0
+    for call in (
+        lambda gemm: hopper.rows_times(*tokens.rows, *weights.y, ends, gemm, False, dtype),
+        lambda gemm: hopper.rows_times(*grads.rows, *for_dx, ends, gemm, False, dtype),
+        lambda gemm: hopper.over_t(*dy_along_t, *x_along_t, ends, 1, gemm, False, dtype),
+    ):
+        total += min(device_us(lambda gemm=gemm, call=call: call(gemm)) for gemm in GEMMS)
+    return total + 4 * (x.numel() + w.numel() + dy.numel()) / copy / 1000
