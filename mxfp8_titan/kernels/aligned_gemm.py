@@ -83,7 +83,10 @@ def _launch(
     over_t: bool, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, group_ends: Tensor | None,
     most_tiles: int, sizes: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """a, b: (..., contracted dim). out: (..., columns). Their other dims are one for the copy engine."""
+    """a, b: (..., contracted dim). out: (..., columns). Their other dims are one for the copy engine.
+
+    sizes: the fields of kernels.aligned_gemm_kernel.Sizes
+    """
     depth, cols = a.shape[-1], out.shape[-1]
     box_n = BOX_BYTES // out.element_size()
     launch_with_boxes(
@@ -132,7 +135,7 @@ def aligned_gemm(
     out = a.new_empty((tokens, cols), dtype=out_dtype)
     if tokens:
         tiles = (ceil_div(tokens, TILE_M) + num_groups) * ceil_div(cols, TILE_N)
-        sizes = (tokens, tokens, cols, depth, 0, num_groups, num_groups)
+        sizes = (tokens, tokens, cols, depth, 0, 0, num_groups, num_groups)
         _launch(False, a, a_scale, b, b_scale, out, group_ends, tiles, sizes)
     return out
 
@@ -174,13 +177,9 @@ def aligned_gemm_over_t(
     if tokens == 0:
         return [part.zero_() for part in out]
     tiles = experts * ceil_div(rows, TILE_M) * ceil_div(cols, TILE_N)
-    sizes = (tokens, rows, cols, 0, a.shape[0], num_groups, experts - 1)
     for i, part in enumerate(out):
-        if parts > 1:
-            a_part, scale_part = a[i * rows : (i + 1) * rows], a_scale[:, i * rows :]
-        else:
-            a_part, scale_part = a, a_scale
-        _launch(True, a_part, scale_part, b, b_scale, part, group_ends, tiles, sizes)
+        sizes = (tokens, rows, cols, 0, i * rows, a.shape[0], num_groups, experts - 1)
+        _launch(True, a, a_scale, b, b_scale, part, group_ends, tiles, sizes)
     return out
 
 

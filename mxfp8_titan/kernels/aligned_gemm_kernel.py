@@ -27,14 +27,16 @@ class Sizes(NamedTuple):
     """What the kernel is told about the operands, all int32.
 
     tokens: T.  rows, cols: of the output, OVER_T of one group's.  depth: K, unused OVER_T
-    a_stride: OVER_T, between the scales of two groups.  last_group: the last one that has tiles
+    a_first, a_rows: OVER_T, the rows of a that this output starts at, and of all outputs
+    last_group: the last one that has tiles
     """
 
     tokens: gl.tensor
     rows: gl.tensor
     cols: gl.tensor
     depth: gl.tensor
-    a_stride: gl.tensor
+    a_first: gl.tensor
+    a_rows: gl.tensor
     num_groups: gl.tensor
     last_group: gl.tensor
 
@@ -118,8 +120,10 @@ def _load_tiles(
     group, first_tile, start, end, base = _first_group(tile, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N)
     while group <= sizes.last_group:
         row, col, blocks = _place(tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND)
-        first_block = base
-        if not OVER_T:
+        if OVER_T:
+            row += sizes.a_first
+            first_block = base
+        else:
             row += start
             col += group * sizes.cols
             first_block = 0
@@ -166,7 +170,7 @@ def _multiply_tiles(
             offs_m = row + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
             a_scale = a_scale_ptr
             if OVER_T:
-                a_scale += group * (sizes.a_stride - sizes.rows)
+                a_scale += group * (sizes.a_rows - sizes.rows) + sizes.a_first
             # On their way while the tile is multiplied, in few registers.
             offs_n = col + gl.arange(0, HALF_N, gl.BlockedLayout([1], [32], [4], [0]))
             b_scale = b_scale_ptr + group * sizes.cols + offs_n
@@ -225,12 +229,12 @@ def _store_half(c_desc, c_tile, acc, scale_m, scale_n, row, row_end, col):
 
 
 @gluon.jit(
-    do_not_specialize=["tokens", "rows", "cols", "depth", "a_stride", "num_groups", "last_group"],
+    do_not_specialize=["tokens", "rows", "cols", "depth", "a_first", "a_rows", "num_groups", "last_group"],
     do_not_specialize_on_alignment=["a_scale_ptr", "b_scale_ptr", "group_ends_ptr"],
 )
 def aligned_gemm_kernel(
     a_desc, b_desc, c_desc, a_scale_ptr, b_scale_ptr, group_ends_ptr,
-    tokens, rows, cols, depth, a_stride, num_groups, last_group,
+    tokens, rows, cols, depth, a_first, a_rows, num_groups, last_group,
     OVER_T: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -248,7 +252,7 @@ def aligned_gemm_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    sizes = Sizes(tokens, rows, cols, depth, a_stride, num_groups, last_group)
+    sizes = Sizes(tokens, rows, cols, depth, a_first, a_rows, num_groups, last_group)
     gl.warp_specialize(
         [
             (_multiply_tiles, (

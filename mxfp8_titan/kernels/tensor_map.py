@@ -72,6 +72,10 @@ def launch_with_boxes(
     sizes: int32, which the kernel declares do_not_specialize, as it does the alignment of tensors
     """
     device = boxes[0].base.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch_with_boxes(kernel, grid, boxes, tensors, sizes, constants, num_warps)
+        return
     key = (
         id(kernel),
         device,
@@ -81,10 +85,9 @@ def launch_with_boxes(
         tuple([None if tensor is None else tensor.dtype for tensor in tensors]),
     )
     fast = _fast.get(key)
-    if fast is None or device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            checked = [box.checked() for box in boxes]
-            compiled = kernel[(grid,)](*checked, *tensors, *sizes, *constants, num_warps=num_warps)
+    if fast is None:
+        checked = [box.checked() for box in boxes]
+        compiled = kernel[(grid,)](*checked, *tensors, *sizes, *constants, num_warps=num_warps)
         # Triton 3.6 wraps the C function in one that makes the maps of every call, 5 us each; the cell has its name.
         c_launch = inspect.getclosurevars(compiled.run.launch).nonlocals["launcher"]
         _fast[key] = _Fast(compiled, c_launch, compiled.metadata.tensordesc_meta)
