@@ -1,4 +1,4 @@
-"""Emulated MXFP8 on a GPU: through scripts/llama4.sh, and through torchtitan's own entry with the TOML's hooks.
+"""MXFP8 on a GPU, emulated and as this GPU runs it: through scripts/llama4.sh and through torchtitan's own entry.
 
 One process sees few tokens in 20 steps, half of them warm-up in the Scout configs: the loss is asked to fall by 0.5.
 """
@@ -16,12 +16,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.train]
 
 SCOUT = ROOT / "configs" / "llama4_scout_2layer.toml"
 COMPILE = {"compiled": "--compile.enable", "eager": "--compile.no-enable"}
+RECIPES = ["mxfp8_emulated_rceil", "auto"]
 
 
 @pytest.mark.parametrize("compile_flag", COMPILE.values(), ids=COMPILE)
 @pytest.mark.parametrize("config", [DEBUG, SCOUT], ids=["debug", "scout"])
-def test_torchtitan_s_own_entry_trains_with_the_toml_s_hooks(config, compile_flag, tmp_path):
-    flags = ("--training.steps=20", "--metrics.log_freq=5", "--debug.seed=1", compile_flag)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchtitan_s_own_entry_trains_with_the_toml_s_hooks(recipe, config, compile_flag, tmp_path):
+    flags = (
+        f"--mx.recipe_name={recipe}",
+        "--training.steps=20",
+        "--metrics.log_freq=5",
+        "--debug.seed=1",
+        compile_flag,
+    )
     run = train(tmp_path, *MX, *flags, config=config, entry="torchtitan.train")
     assert "expert modules converted" in run.output
     assert len(run.steps) == 5
@@ -30,8 +38,9 @@ def test_torchtitan_s_own_entry_trains_with_the_toml_s_hooks(config, compile_fla
 
 @pytest.mark.parametrize("compile_flag", COMPILE.values(), ids=COMPILE)
 @pytest.mark.parametrize("config", [DEBUG, SCOUT], ids=["debug", "scout"])
-def test_llama4_sh_trains(config, compile_flag, tmp_path):
-    flags = [*MX, "--metrics.log_freq=5", "--debug.seed=1", compile_flag]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_llama4_sh_trains(recipe, config, compile_flag, tmp_path):
+    flags = [*MX, f"--mx.recipe_name={recipe}", "--metrics.log_freq=5", "--debug.seed=1", compile_flag]
     env = {
         **os.environ, "PYTHON": sys.executable, "CONFIG_FILE": str(config), "STEPS": "20", "LOG_DIR": str(tmp_path),
         "NGPU": "1", "EXTRA_ARGS": " ".join(flags),

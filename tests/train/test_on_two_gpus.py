@@ -1,4 +1,4 @@
-"""What torch itself cannot do on a CPU, run on two GPUs instead: three steps of the debug model in emulated MXFP8."""
+"""What torch itself cannot do on a CPU, run on two GPUs instead: three steps of the debug model."""
 
 import pytest
 import torch
@@ -24,8 +24,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
-def test_it_trains(flags, tmp_path):
-    run = train(tmp_path, *MX, *TINY, "--training.steps=3", *flags, processes=2)
+@pytest.mark.parametrize("recipe", ["mxfp8_emulated_rceil", "auto"])
+def test_it_trains(recipe, flags, tmp_path):
+    run = train(tmp_path, *MX, f"--mx.recipe_name={recipe}", *TINY, "--training.steps=3", *flags, processes=2)
     assert "30 linears and 3 expert modules converted" in run.output
     assert len(run.steps) == 3
     assert all(7 < loss < 9 for loss in run.losses())
