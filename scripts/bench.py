@@ -2,7 +2,7 @@
 
 python scripts/bench.py --op quantize_both
 python scripts/bench.py --op all --json docs/benchmarks/kernels.json
-python scripts/bench.py --op aligned_gemm --json docs/benchmarks/gemm.json
+python scripts/bench.py --op aligned_gemm grouped_linear layers accuracy --json docs/benchmarks/gemm.json
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mxfp8_titan.bench import aligned_gemm, host, quantize, results, swizzle, timing
+from mxfp8_titan.bench import accuracy, aligned_gemm, grouped_linear, host, layers, quantize, results, swizzle, timing
 
 
 def main() -> None:
@@ -22,7 +22,12 @@ def main() -> None:
         "launch_overhead": host.measure_launch_overhead,
         "cold_first_step": host.measure_cold_first_step,
     }
-    gemms = {"aligned_gemm": aligned_gemm.measure}
+    gemms = {
+        "aligned_gemm": aligned_gemm.measure,
+        "grouped_linear": lambda: grouped_linear.measure(args.json and args.json.with_name("grouped_linear.csv")),
+        "layers": layers.measure,
+        "accuracy": accuracy.measure,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *by_bandwidth, *others, *gemms])
     parser.add_argument("--json", type=Path, help="write the results here")

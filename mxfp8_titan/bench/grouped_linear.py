@@ -19,8 +19,9 @@ from torch import Tensor
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.backends import hopper
 from mxfp8_titan.backends.hopper import HOPPER
+from mxfp8_titan.bench.aligned_gemm import in_turns_us
 from mxfp8_titan.bench.results import Row, print_table
-from mxfp8_titan.bench.timing import copy_gbps, device_us
+from mxfp8_titan.bench.timing import copy_gbps
 from mxfp8_titan.job_config import RECIPES, Recipe
 
 TOKENS = (16384, 128000)
@@ -29,6 +30,9 @@ GROUPS = (1, 2, 4, 8)
 LARGE = (128000, 8192, 5120)
 
 GEMMS = ("library", "own")
+
+TURNS_US = 20_000
+"""Time that each version of a case gets; they take turns, because clocks depend on what ran before."""
 
 
 @dataclass(frozen=True)
@@ -112,27 +116,26 @@ def _measure_case(tokens: int, n: int, k: int, groups: int, gemms: tuple[str, ..
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = (torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
-
-    def bf16() -> Tensor:
-        return torch._grouped_mm(x, w.mT, offs=ends)
-
-    limit = _limit_us(x.detach(), w.detach(), dy, ends, copy)
-    bf16_fwd, bf16_both = device_us(bf16), device_us(lambda: _step(bf16, dy, x, w))
-    cases = []
+    forwards = [lambda: torch._grouped_mm(x, w.mT, offs=ends)]
     for gemm in gemms:
         how = recipe(gemm)
-
-        def scaled(how: Recipe = how) -> Tensor:
-            return LinearFunction.apply(x, w, ends, how, HOPPER, torch.bfloat16)
-
-        fwd, both = device_us(scaled), device_us(lambda scaled=scaled: _step(scaled, dy, x, w))
-        times = [round(us, 1) for us in (bf16_both, both, bf16_fwd, fwd)]
-        speedups = round(bf16_both / both, 3), round(bf16_fwd / fwd, 3)
-        cases.append(
-            Case(tokens, n, k, groups, f"{how.name} {gemm}", *times[:2], speedups[0], *times[2:], speedups[1],
-                 round(limit, 1), round(limit / both, 3))
-        )  # fmt: skip
-    return cases
+        forwards.append(lambda how=how: LinearFunction.apply(x, w, ends, how, HOPPER, torch.bfloat16))
+    products = _products(x.detach(), w.detach(), dy, ends)
+    steps = [lambda forward=forward: _step(forward, dy, x, w) for forward in forwards]
+    times = in_turns_us([*forwards, *steps, *products], TURNS_US)
+    fwd, both = times[: len(forwards)], times[len(forwards) : 2 * len(forwards)]
+    alone = times[2 * len(forwards) :]
+    limit = sum(map(min, zip(alone[:3], alone[3:], strict=True)))
+    limit += 4 * (x.numel() + w.numel() + dy.numel()) / copy / 1000
+    return [
+        Case(
+            tokens, n, k, groups, f"mxfp8_hopper {gemm}",
+            *(round(us, 1) for us in (both[0], both[i])), round(both[0] / both[i], 3),
+            *(round(us, 1) for us in (fwd[0], fwd[i])), round(fwd[0] / fwd[i], 3),
+            round(limit, 1), round(limit / both[i], 3),
+        )
+        for i, gemm in enumerate(gemms, 1)
+    ]  # fmt: skip
 
 
 def _step(forward: Callable[[], Tensor], dy: Tensor, x: Tensor, w: Tensor) -> None:
@@ -140,19 +143,18 @@ def _step(forward: Callable[[], Tensor], dy: Tensor, x: Tensor, w: Tensor) -> No
     forward().backward(dy)
 
 
-def _limit_us(x: Tensor, w: Tensor, dy: Tensor, ends: Tensor, copy: float) -> float:
+def _products(x: Tensor, w: Tensor, dy: Tensor, ends: Tensor) -> list[Callable[[], object]]:
+    """y, dx and dw alone from quantized operands: the library's three, then ours."""
     how = recipe("library")
-    tokens = HOPPER.quantize_tokens(x, ends, how, True)
-    grads = HOPPER.quantize_tokens(dy, ends, how, True)
+    tokens, grads = (HOPPER.quantize_tokens(t, ends, how, True) for t in (x, dy))
     weights = HOPPER.quantize_weights([w], how, True)
     for_dx = HOPPER.quantize_weights_for_dx([w], weights.kept, how)
     x_along_t, dy_along_t = (hopper.along_t(operand.dw, ends, how) for operand in (tokens, grads))
-    dtype = torch.bfloat16
-    total = 0.0
-    for call in (
-        lambda gemm: hopper.rows_times(*tokens.rows, *weights.y, ends, gemm, False, dtype),
-        lambda gemm: hopper.rows_times(*grads.rows, *for_dx, ends, gemm, False, dtype),
-        lambda gemm: hopper.over_t(*dy_along_t, *x_along_t, ends, 1, gemm, False, dtype),
-    ):
-        total += min(device_us(lambda gemm=gemm, call=call: call(gemm)) for gemm in GEMMS)
-    return total + 4 * (x.numel() + w.numel() + dy.numel()) / copy / 1000
+    calls = []
+    for gemm in GEMMS:
+        calls += [
+            lambda gemm=gemm: hopper.rows_times(*tokens.rows, *weights.y, ends, gemm, False, torch.bfloat16),
+            lambda gemm=gemm: hopper.rows_times(*grads.rows, *for_dx, ends, gemm, False, torch.bfloat16),
+            lambda gemm=gemm: hopper.over_t(*dy_along_t, *x_along_t, ends, 1, gemm, False, torch.bfloat16),
+        ]
+    return calls

@@ -12,8 +12,8 @@ from torchtitan.models.moe.moe import MoE
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
 from mxfp8_titan.backends.hopper import HOPPER
+from mxfp8_titan.bench.aligned_gemm import in_turns_us
 from mxfp8_titan.bench.results import Row
-from mxfp8_titan.bench.timing import device_us
 from mxfp8_titan.job_config import RECIPES
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.feed_forward import fuse_feed_forwards
@@ -51,15 +51,15 @@ def measure_moe_layer() -> Row:
     x = torch.randn(8, TOKENS // 8, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn_like(x)
     grouped_mm = moe_module._run_experts_grouped_mm
-    times = []
     try:
         moe_module._run_experts_grouped_mm = torch.compile(grouped_mm, fullgraph=True)
+        steps = []
         for mxfp8 in (False, True):
             torch.manual_seed(0)
             moe = _moe(mxfp8)
-            times.append(device_us(lambda moe=moe: _step(lambda: moe(x), dy, [x, *moe.parameters()])))
-            del moe
-            torch.cuda.empty_cache()
+            leaves = [x, *moe.parameters()]
+            steps.append(lambda moe=moe, leaves=leaves: _step(lambda: moe(x), dy, leaves))
+        times = in_turns_us(steps)
     finally:
         moe_module._run_experts_grouped_mm = grouped_mm
     return _speedup("moe_layer", ">= 1.30", times, f"{EXPERTS} experts, dim {DIM}, hidden {HIDDEN}, {TOKENS} tokens")
@@ -74,7 +74,7 @@ def measure_dense_linear() -> Row:
         lambda: nn.functional.linear(x, w),
         lambda: LinearFunction.apply(x, w, None, RECIPE, HOPPER, torch.bfloat16),
     ]
-    times = [device_us(lambda call=call: _step(call, dy, [x, w])) for call in calls]
+    times = in_turns_us([lambda call=call: _step(call, dy, [x, w]) for call in calls])
     return _speedup("dense_linear", ">= 1.5", times, f"{TOKENS} x {DIM} x {HIDDEN}")
 
 
