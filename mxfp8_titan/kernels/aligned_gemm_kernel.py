@@ -97,16 +97,15 @@ def _place(
     tile, group, start, end, sizes,
     OVER_T: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """(row in the group, column, blocks of the contraction) of a group's tile number `tile`: bands, M first in them."""
+    """(row in the group, column, length of the contraction) of a group's tile number `tile`: bands, M first in them."""
     tiles_n = gl.cdiv(sizes.cols, TILE_N)
     band = tile // (BAND * tiles_n)
     in_band = tile % (BAND * tiles_n)
     width = gl.minimum(_tiles_m(start, end, sizes, OVER_T, TILE_M) - band * BAND, BAND)
-    if OVER_T:
-        blocks = gl.cdiv(end - start, TILE_K)
-    else:
-        blocks = gl.where((sizes.num_groups > 0) & (group == sizes.num_groups), 0, gl.cdiv(sizes.depth, TILE_K))
-    return (band * BAND + in_band % width) * TILE_M, in_band // width * TILE_N, blocks
+    length = end - start
+    if not OVER_T:
+        length = gl.where((sizes.num_groups > 0) & (group == sizes.num_groups), 0, sizes.depth)
+    return (band * BAND + in_band % width) * TILE_M, in_band // width * TILE_N, length
 
 
 @gluon.jit
@@ -119,7 +118,7 @@ def _load_tiles(
     tile = gl.program_id(0)
     group, first_tile, start, end, base = _first_group(tile, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N)
     while group <= sizes.last_group:
-        row, col, blocks = _place(tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND)
+        row, col, length = _place(tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND)
         if OVER_T:
             row += sizes.a_first
             first_block = base
@@ -127,7 +126,7 @@ def _load_tiles(
             row += start
             col += group * sizes.cols
             first_block = 0
-        for block in range(first_block, first_block + blocks):
+        for block in range(first_block, first_block + gl.cdiv(length, TILE_K)):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
             bar = ready.index(stage)
@@ -142,20 +141,46 @@ def _load_tiles(
 
 
 @gluon.jit
+def _multiply_stage(
+    acc0, acc1, zeros, step, a_tiles, b_tiles, ready, empty,
+    STAGES: gl.constexpr, PART: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    """(acc0, acc1) with the products of the first DEPTH elements of stage number `step` added, and the stage freed."""
+    HALF_M: gl.constexpr = acc0.shape[0]
+    HALF_N: gl.constexpr = acc0.shape[1]
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+    a = a_tiles.index(stage).slice(PART * HALF_M, HALF_M, 0).slice(0, DEPTH, 1)
+    b = b_tiles.index(stage).slice(0, DEPTH, 1)
+    partial = warpgroup_mma(a, b.slice(0, HALF_N, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    acc0 += warpgroup_mma_wait(0, deps=(partial,))
+    partial = warpgroup_mma(a, b.slice(HALF_N, HALF_N, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    acc1 += warpgroup_mma_wait(0, deps=(partial,))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return acc0, acc1
+
+
+@gluon.jit
 def _multiply_tiles(
     c_desc, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
-    OVER_T: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr, PART: gl.constexpr,
+    OVER_T: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """Four warps multiply, scale and write 64 rows of each tile, upper (PART 0) or lower, 128 columns at a time."""
     HALF_M: gl.constexpr = TILE_M // 2
     HALF_N: gl.constexpr = TILE_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
+    scales_n: gl.constexpr = gl.SliceLayout(0, layout)
+    c_tile = c_tiles.index(PART)
     step = 0
     tile = gl.program_id(0)
     group, first_tile, start, end, base = _first_group(tile, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N)
+    row, col, length = _place(tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND)
+    # The lower half stays behind the upper from the start, so that they are not between two tiles at the same time.
+    if (PART == 1) & (group <= sizes.last_group) & (length > (STAGES - 1) * TILE_K):
+        mbarrier.wait(ready.index(STAGES - 1), 0)
     while group <= sizes.last_group:
-        row, col, blocks = _place(tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND)
+        blocks = gl.cdiv(length, TILE_K)
         row += PART * HALF_M
         first_row = start
         row_end = end
@@ -163,6 +188,7 @@ def _multiply_tiles(
             first_row = group * sizes.rows
             row_end = first_row + sizes.rows
         row += first_row
+        tile += gl.num_programs(0)
         if row < row_end:
             # Past the last group nothing is multiplied, and the scales may be anything.
             scaled_end = gl.where(blocks > 0, row_end, 0)
@@ -181,32 +207,37 @@ def _multiply_tiles(
             acc0 = gl.zeros([HALF_M, HALF_N], gl.float32, layout)
             acc1 = gl.zeros([HALF_M, HALF_N], gl.float32, layout)
             zeros = gl.zeros([HALF_M, HALF_N], gl.float32, layout)
-            for s in range(step, step + blocks):
-                stage = s % STAGES
-                mbarrier.wait(ready.index(stage), (s // STAGES) & 1)
-                a = a_tiles.index(stage).slice(PART * HALF_M, HALF_M, 0)
-                b0 = b_tiles.index(stage).slice(0, HALF_N, 0).permute((1, 0))
-                b1 = b_tiles.index(stage).slice(HALF_N, HALF_N, 0).permute((1, 0))
-                partial = warpgroup_mma(a, b0, zeros, use_acc=False, is_async=True)
-                acc0 += warpgroup_mma_wait(0, deps=(partial,))
-                partial = warpgroup_mma(a, b1, zeros, use_acc=False, is_async=True)
-                acc1 += warpgroup_mma_wait(0, deps=(partial,))
-                mbarrier.arrive(empty.index(stage), count=1)
-
-            scales_n: gl.constexpr = gl.SliceLayout(0, layout)
-            c_tile = c_tiles.index(PART)
+            rest = length % TILE_K
+            short = gl.where((rest > 0) & (rest <= TILE_K // 2), 1, 0)
+            for s in range(step, step + blocks - short):
+                acc0, acc1 = _multiply_stage(acc0, acc1, zeros, s, a_tiles, b_tiles, ready, empty, STAGES, PART, TILE_K)
+            if short > 0:
+                acc0, acc1 = _multiply_stage(
+                    acc0, acc1, zeros, step + blocks - 1, a_tiles, b_tiles, ready, empty, STAGES, PART, TILE_K // 2
+                )
             _store_half(c_desc, c_tile, acc0, scale_m, gl.convert_layout(scale_n0, scales_n), row, row_end, col)
+            # While the copy engine reads the first half.
+            group, first_tile, start, end, base = _next_group(
+                tile, group, first_tile, start, end, base, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N
+            )
+            next_row, next_col, length = _place(
+                tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND
+            )
             scale_n1 = gl.convert_layout(scale_n1, scales_n)
             _store_half(c_desc, c_tile, acc1, scale_m, scale_n1, row, row_end, col + HALF_N)
         else:
             for s in range(step, step + blocks):
                 mbarrier.wait(ready.index(s % STAGES), (s // STAGES) & 1)
                 mbarrier.arrive(empty.index(s % STAGES), count=1)
+            group, first_tile, start, end, base = _next_group(
+                tile, group, first_tile, start, end, base, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N
+            )
+            next_row, next_col, length = _place(
+                tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND
+            )
+        row = next_row
+        col = next_col
         step += blocks
-        tile += gl.num_programs(0)
-        group, first_tile, start, end, base = _next_group(
-            tile, group, first_tile, start, end, base, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N
-        )
     tma.store_wait(0)
 
 
@@ -216,8 +247,9 @@ def _store_half(c_desc, c_tile, acc, scale_m, scale_n, row, row_end, col):
     BOX_N: gl.constexpr = c_desc.block_shape[1]
     BOXES_M: gl.constexpr = acc.shape[0] // BOX_M
     BOXES_N: gl.constexpr = acc.shape[1] // BOX_N
+    c = (acc * gl.expand_dims(scale_m, 1) * gl.expand_dims(scale_n, 0)).to(c_tile.dtype)
     tma.store_wait(0)
-    c_tile.store((acc * gl.expand_dims(scale_m, 1) * gl.expand_dims(scale_n, 0)).to(c_tile.dtype))
+    c_tile.store(c)
     fence_async_shared()
     gl.thread_barrier()
     boxes = c_tile._reinterpret(c_tile.dtype, [BOXES_M * BOXES_N, BOX_M, BOX_N], c_desc.layout)

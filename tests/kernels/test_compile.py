@@ -356,6 +356,6 @@ def test_the_fp8_gemm_fits_in_registers_and_shared_memory(over_t, out_dtype):
     assert registers <= 168
     assert stack == 0
     assert compiled.metadata.shared <= 227 * 1024
-    assert f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {aligned_gemm.REGISTERS:#x}" in sass
-    # Four steps of 32 along K, two halves of a tile, two groups of warps: no product is repeated.
-    assert sass.count("QGMMA.64x128x32.F32.E4M3.E4M3") == 16
+    assert re.search(rf"USETMAXREG.TRY_ALLOC.CTAPOOL UP\d, {aligned_gemm.REGISTERS:#x}", sass)
+    # Four steps of 32 along K, or two in a last half block; two halves of a tile, two groups of warps.
+    assert sass.count("QGMMA.64x128x32.F32.E4M3.E4M3") == (4 + 2) * 2 * 2
