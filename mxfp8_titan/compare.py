@@ -5,39 +5,47 @@ variables count here too.
 """
 
 import argparse
-import hashlib
 import os
 import shlex
-import subprocess
+import shutil
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
+from mxfp8_titan.job_args import flag_value
 from mxfp8_titan.launch import ROOT, Job, Machine, make_job, run, this_machine
-from mxfp8_titan.report.comparison import (
-    BASELINE,
-    Logged,
-    as_json,
-    as_markdown,
-    as_text,
-    bf16_peak,
-    make_row,
-    read_metrics,
-)
-from mxfp8_titan.report.draw import draw_losses, draw_speeds
+from mxfp8_titan.report.comparison import AGAIN, BASELINE, Run, make_rows
+from mxfp8_titan.report.draw import draw_breakdowns, draw_losses, draw_speeds
+from mxfp8_titan.report.facts import fingerprint, gather_facts, sources_hash
+from mxfp8_titan.report.inventory import read_inventory, tokens_per_step
+from mxfp8_titan.report.limits import GemmSpeedUps, parse_speed_ups, read_speed_ups
+from mxfp8_titan.report.metrics import read_metrics
+from mxfp8_titan.report.tables import as_json, as_markdown, as_text, breakdown_table, speed_table, state_table
+from mxfp8_titan.report.trace import read_trace
 
 DENSE = "--model.converters=mx"
 EXPERTS = f"{DENSE} --mx.moe_fqns_prototype=experts"
 VARIANTS = {
     BASELINE: "",
-    f"{BASELINE}_again": "",
+    AGAIN: "",
     "dense": DENSE,
     "experts": f"{EXPERTS} --mx.no-dense",
     "both": EXPERTS,
 }
-_MXFP8_LINE = "MXFP8: "
+ON_ONE_PROCESS = (
+    "--training.global_batch_size=-1",
+    *(f"--parallelism.{what}_parallel_degree=1" for what in
+      ("tensor", "pipeline", "context", "expert", "expert_tensor")),
+    *(f"--parallelism.data_parallel_{what}_degree=1" for what in ("shard", "replicate")),
+)  # fmt: skip
+GEMM_RESULTS = ROOT / "docs" / "benchmarks" / "gemm.json"
+TAIL = 25
+"""Lines of a failed run's log that are shown."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,15 @@ class Settings:
     log_freq: int
     warm_up: int
     seed: int
+    trace_steps: int
+    """Steps that are traced after the measured ones; 0: none."""
+    hang_after: int
+    """Seconds without a new line in a run's log after which it is ended."""
+    speed_ups: GemmSpeedUps | None
+    """FP8 GEMM rates over bf16, if the command line gives them."""
     out: Path
     cold: bool
+    commit: str
 
 
 def parse(args: list[str]) -> Settings:
@@ -71,6 +86,13 @@ def parse(args: list[str]) -> Settings:
     parser.add_argument("--log-freq", type=int, default=5, help="steps between measurements (default 5)")
     parser.add_argument("--warm-up", type=int, default=10, help="steps that are not measured (default 10)")
     parser.add_argument("--seed", type=int, default=42, help="seed of every run (default 42)")
+    parser.add_argument("--trace-steps", type=int, default=3, help="steps traced after those, 0 for none (default 3)")
+    parser.add_argument("--hang-after", type=int, default=600, help="end a run silent for so many s (default 600)")
+    parser.add_argument("--gemm-speed-ups", default="", metavar="dense=X,grouped=Y", help="FP8 GEMM rates over bf16, "
+                        "for the limits (default: docs/benchmarks/gemm.json, where it is of this GPU)")  # fmt: skip
+    parser.add_argument(
+        "--commit", default="", help="what the report names, for a copy of the tree without its history"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "logs" / "compare", help="folder for runs and report")
     parser.add_argument("--cold", action="store_true", help="start every run with empty compile caches")
     given = parser.parse_args(args)
@@ -88,65 +110,130 @@ def parse(args: list[str]) -> Settings:
         variants = {name: flags for name, flags in variants.items() if name == BASELINE or name in only}
     if given.steps < given.warm_up + 2 * given.log_freq or min(given.log_freq, given.warm_up) < 1:
         parser.error(f"--steps {given.steps} leaves no two intervals of {given.log_freq} after warm-up {given.warm_up}")
+    if given.trace_steps < 0 or given.hang_after < 1:
+        parser.error("--trace-steps needs a whole number from 0 up, --hang-after from 1 up")
+    try:
+        speed_ups = parse_speed_ups(given.gemm_speed_ups) if given.gemm_speed_ups else None
+    except ValueError as error:
+        parser.error(str(error))
     return Settings(
-        variants, given.flags, given.steps, given.log_freq, given.warm_up, given.seed, given.out.absolute(), given.cold
+        variants=variants,
+        common=given.flags,
+        steps=given.steps,
+        log_freq=given.log_freq,
+        warm_up=given.warm_up,
+        seed=given.seed,
+        trace_steps=given.trace_steps,
+        hang_after=given.hang_after,
+        speed_ups=speed_ups,
+        out=given.out.absolute(),
+        cold=given.cold,
+        commit=given.commit,
     )
 
 
 def compare(settings: Settings, machine: Machine) -> int:
     """Run what has not been run yet, then write the report. 0, or the exit code of the run that failed."""
     settings.out.mkdir(parents=True, exist_ok=True)
+    # The step between those that are measured and those that are traced starts the profiler.
+    traced = 1 + settings.trace_steps if settings.trace_steps else 0
     common = [
-        f"--training.steps={settings.steps}",
+        f"--training.steps={settings.steps + traced}",
         f"--metrics.log_freq={settings.log_freq}",
         f"--debug.seed={settings.seed}",
         *shlex.split(settings.common),
     ]
-    facts = gather_facts(machine)
+    facts = gather_facts(ROOT, machine.gpus, machine.cores, settings.commit)
+    facts["compile caches"] = "empty before each run" if settings.cold else "as they were"
+    sources = sources_hash(ROOT)
     if not machine.gpus:
         common += seed_checkpoint(settings, machine, common)
-    steps: dict[str, list[Logged]] = {}
-    commands: dict[str, str] = {}
-    logs: dict[str, str] = {}
-    for number, (name, flags) in enumerate(settings.variants.items(), 1):
-        job = variant_job(settings, machine, name, [*common, *shlex.split(flags)])
-        commands[name] = shlex.join(job.command)
-        folder = job.log.parent
-        done = folder / f"done-{fingerprint(job, facts, settings)}"
+    jobs = {
+        name: variant_job(settings, machine, name, [*common, *shlex.split(flags)])
+        for name, flags in settings.variants.items()
+    }
+    for number, (name, job) in enumerate(jobs.items(), 1):
+        config = Path(flag_value(job.command, "job.config_file") or "")
+        done = job.log.parent / f"done-{fingerprint(job.command, config, facts, sources, settings.cold)}"
+        place = f"[{number}/{len(jobs)}] {name}"
         if done.exists():
-            print(f"[{number}/{len(settings.variants)}] {name}: kept from {folder}", flush=True)
-        else:
-            print(f"[{number}/{len(settings.variants)}] {name}: {settings.steps} steps", flush=True)
-            code = run_variant(job, settings.cold)
-            if code:
-                print(f"error: {name} failed; no report. Its log: {job.log}", file=sys.stderr)
-                return code
-            done.touch()
-        steps[name] = read_metrics(folder / "metrics.jsonl")
-        logs[name] = job.log.read_text(errors="replace")
-    write_report(settings, steps, commands, logs, facts, machine)
+            print(f"{place}: kept from {job.log.parent}", flush=True)
+            continue
+        print(f"{place}: {settings.steps} steps{f' and {traced} for the trace' if traced else ''}", flush=True)
+        code = run_variant(job, settings)
+        if code:
+            print(f"error: {name} failed; no report. {tail(job.log)}", file=sys.stderr)
+            return code
+        done.touch()
+    write_report(settings, [finished(settings, name, job) for name, job in jobs.items()], facts)
     return 0
 
 
 def variant_job(settings: Settings, machine: Machine, name: str, flags: list[str]) -> Job:
-    """The launcher's job for one run, its log and metrics in a folder of its own."""
+    """The launcher's job for one run, its log, metrics and trace in a folder of its own."""
     folder = settings.out / name
     flags = [*flags, f"--mx.metrics_file={folder / 'metrics.jsonl'}", f"--job.dump_folder={folder}"]
+    if settings.trace_steps:
+        flags += [f"--mx.trace_file={trace_of(folder)}", f"--mx.trace_steps={settings.trace_steps}"]
     job = make_job({**os.environ, "EXTRA_ARGS": "", "LOG_DIR": str(folder)}, flags, machine)
     command = [f"--log-dir={folder / 'ranks'}" if arg.startswith("--log-dir=") else arg for arg in job.command]
     return replace(job, command=command, log=folder / "run.log")
 
 
-def run_variant(job: Job, cold: bool) -> int:
-    """Run `job` afresh, compile caches empty if `cold`; its exit code."""
+def trace_of(folder: Path) -> Path:
+    """Where the run in `folder` leaves its trace."""
+    return folder / "trace.json.gz"
+
+
+def run_variant(job: Job, settings: Settings) -> int:
+    """Run `job` afresh, compile caches empty if the settings say so; its exit code."""
     folder = job.log.parent
-    for stale in [*folder.glob("done-*"), folder / "metrics.jsonl"]:
+    for stale in [*folder.glob("done-*"), folder / "metrics.jsonl", trace_of(folder), job.log]:
         stale.unlink(missing_ok=True)
-    if cold:
-        cache = folder / f"cache-{time.time_ns()}"
+    cache = folder / "cache"
+    # Also of a cold run that was stopped.
+    shutil.rmtree(cache, ignore_errors=True)
+    if settings.cold:
         env = {**job.env, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
         job = replace(job, env=env)
-    return run(job)
+    with ended_when_silent(job.log, settings.hang_after):
+        code = run(job)
+    shutil.rmtree(cache, ignore_errors=True)
+    return code
+
+
+@contextmanager
+def ended_when_silent(log: Path, seconds: float) -> Iterator[None]:
+    """Tell this process to end, which ends the run it waits for, when `log` gets no new line for `seconds`."""
+    over = threading.Event()
+
+    def watch() -> None:
+        size, since = -1, time.monotonic()
+        while not over.wait(min(1.0, seconds / 4)):
+            now = log.stat().st_size if log.exists() else -1
+            if now != size:
+                size, since = now, time.monotonic()
+            elif time.monotonic() - since > seconds:
+                print(f"error: no output for {seconds} s: the run hangs and is ended", file=sys.stderr, flush=True)
+                # To the main thread, so that its waiting for output is interrupted.
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def tail(log: Path) -> str:
+    """The end of a log, and where all of it is."""
+    if not log.exists():
+        return "It left no log."
+    lines = log.read_text(errors="replace").splitlines()[-TAIL:]
+    return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines)])
 
 
 def seed_checkpoint(settings: Settings, machine: Machine, common: list[str]) -> list[str]:
@@ -154,10 +241,12 @@ def seed_checkpoint(settings: Settings, machine: Machine, common: list[str]) -> 
     every rank of a CPU."""
     folder = settings.out / f"seed-{settings.seed}"
     start = ["--checkpoint.enable", f"--checkpoint.initial_load_path={folder / 'checkpoint' / 'step-0'}"]
-    start.append(f"--checkpoint.interval={settings.steps + 1}")
+    # Nothing is saved: these runs are for the report.
+    start.append("--checkpoint.load_only")
     if not (folder / "checkpoint" / "step-0" / ".metadata").exists():
         print("writing a seed checkpoint that every run starts from", flush=True)
-        flags = [*common, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint", f"--job.dump_folder={folder}"]
+        flags = [*common, *ON_ONE_PROCESS, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
+        flags.append(f"--job.dump_folder={folder}")
         job = make_job({**os.environ, "EXTRA_ARGS": "", "NGPU": "1", "LOG_DIR": str(folder)}, flags, machine)
         code = run(job)
         if code:
@@ -165,69 +254,38 @@ def seed_checkpoint(settings: Settings, machine: Machine, common: list[str]) -> 
     return start
 
 
-def fingerprint(job: Job, facts: dict[str, str], settings: Settings) -> str:
-    """What a finished run must share with this one to be kept: commit, machine, versions, flags."""
-    same = {key: value for key, value in facts.items() if key != "date"}
-    return hashlib.sha256(repr((job.command, same, settings.cold)).encode()).hexdigest()[:16]
+def finished(settings: Settings, name: str, job: Job) -> Run:
+    """What a finished run left behind."""
+    folder = job.log.parent
+    log = job.log.read_text(errors="replace")
+    return Run(
+        name=name,
+        command=shlex.join(job.command),
+        steps=read_metrics(folder / "metrics.jsonl", settings.steps),
+        inventory=read_inventory(log),
+        tokens_per_step=tokens_per_step(log),
+        devices=job.processes,
+        breakdown=read_trace(trace_of(folder)) if settings.trace_steps else None,
+    )
 
 
-def gather_facts(machine: Machine) -> dict[str, str]:
-    """Where and with what the runs are made."""
-    import torch
-
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
-    ).stdout
-    gpu = f"{machine.gpus} x {torch.cuda.get_device_name()}" if machine.gpus else f"none, {machine.cores} CPU cores"
-    peak = bf16_peak(gpu)
-    return {
-        "gpu": gpu,
-        "bf16 peak": f"{peak[0]}, {peak[1] / 1e12:,.0f} TFLOP/s dense" if peak else "unknown for this device",
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "torchtitan": version("torchtitan"),
-        "commit": (commit.strip() or "unknown") + (" with changes" if changed else ""),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def write_report(
-    settings: Settings,
-    steps: dict[str, list[Logged]],
-    commands: dict[str, str],
-    logs: dict[str, str],
-    facts: dict[str, str],
-    machine: Machine,
-) -> None:
-    """report.md, report.json, speed.png and loss.png in the comparison's folder; the table on the terminal."""
-    rows = [
-        make_row(
-            name, logged, steps[BASELINE], settings.warm_up, tokens_per_step(logs[name]), facts["gpu"],
-            converted_in(logs[name]),
-        )
-        for name, logged in steps.items()
-    ]  # fmt: skip
-    draw_speeds(rows, settings.out / "speed.png")
-    draw_losses(steps, settings.out / "loss.png")
-    (settings.out / "report.json").write_text(as_json(rows, steps, facts, commands))
-    (settings.out / "report.md").write_text(as_markdown(rows, facts, commands))
-    print(f"\n{as_text(rows)}\n\nreport: {settings.out / 'report.md'}")
-
-
-def converted_in(log: str) -> str:
-    """'30 linears, 3 expert modules' from the converter's summary, or 'nothing'."""
-    line = next((line for line in log.splitlines() if _MXFP8_LINE in line and "converted" in line), "")
-    return line.partition(_MXFP8_LINE)[2].partition(" converted")[0].replace(" and", ",") or "nothing"
-
-
-def tokens_per_step(log: str) -> int:
-    """Tokens one device sees in a step, from the line with which torchtitan's Trainer starts."""
-    words = next(line for line in log.splitlines() if "Trainer is initialized with local batch size" in line)
-    numbers = {key: int(words.partition(key)[2].split(",")[0].split("(")[0]) for key in
-               ("local batch size ", "gradient accumulation steps ", "sequence length ")}  # fmt: skip
-    return numbers["local batch size "] * numbers["gradient accumulation steps "] * numbers["sequence length "]
+def write_report(settings: Settings, runs: list[Run], facts: dict[str, str]) -> None:
+    """report.md, report.json and the pictures in the comparison's folder; the tables on the terminal."""
+    speed_ups = settings.speed_ups or read_speed_ups(GEMM_RESULTS, facts["gpu"])
+    rows = make_rows(runs, settings.warm_up, facts["gpu"], speed_ups)
+    out = settings.out
+    draw_speeds(rows, out / "speed.png")
+    draw_losses({run.name: run.steps for run in runs}, out / "loss.png")
+    breakdowns = {run.name: run.breakdown for run in runs if run.breakdown}
+    (out / "breakdown.png").unlink(missing_ok=True)
+    if breakdowns:
+        draw_breakdowns(breakdowns, out / "breakdown.png")
+    (out / "report.json").write_text(as_json(runs, rows, facts, speed_ups))
+    (out / "report.md").write_text(as_markdown(runs, rows, facts, speed_ups))
+    for table in (speed_table(rows), state_table(rows), breakdown_table(runs)):
+        if table:
+            print(f"\n{as_text(table)}")
+    print(f"\nreport: {out / 'report.md'}")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,14 +9,10 @@ import pytest
 import torch
 
 from mxfp8_titan import compare
-from mxfp8_titan.launch import Machine
+from mxfp8_titan.job_args import flag_values
+from mxfp8_titan.launch import Job, Machine, run
+from mxfp8_titan.report.facts import fingerprint, sources_hash
 from tests.train.harness import ROOT
-
-CPU = Machine(gpus=0, gpu_gib=0, cores=2)
-START = (
-    "[rank0]:x - Trainer is initialized with local batch size 2, global batch size 8, gradient accumulation steps 2, "
-)
-SUMMARY = "[titan] x - INFO - MXFP8: 30 linears and 3 expert modules converted, recipe=mxfp8_emulated_rceil (rceil)"
 
 
 def test_the_runs_are_bf16_twice_dense_experts_and_both():
@@ -43,6 +40,8 @@ def test_runs_can_be_added_and_chosen():
         (["--only", "fast"], "--only names fast; runs are bf16"),
         (["--steps", "12"], "leaves no two intervals of 5 after warm-up 10"),
         (["--log-freq", "0"], "leaves no two intervals"),
+        (["--trace-steps", "-1"], "--trace-steps needs a whole number from 0 up"),
+        (["--gemm-speed-ups", "2"], "needs dense=NUMBER,grouped=NUMBER"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(args, message, capsys):
@@ -51,33 +50,88 @@ def test_arguments_that_cannot_be_used_are_refused(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_conversion_and_tokens_are_read_back_from_the_log_and_not_from_the_flags():
-    log = f"{START}sequence length 64, total steps 14 (warmup 2)\n{SUMMARY}\n"
-    assert compare.tokens_per_step(log) == 2 * 2 * 64
-    assert compare.converted_in(log) == "30 linears, 3 expert modules"
-    assert compare.converted_in("") == "nothing"
+def test_traced_steps_come_after_the_measured_ones_and_can_be_turned_off(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(compare, "run", lambda job: started.append(job) or 1)
+    monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
+    gpu = Machine(gpus=1, gpu_gib=139, cores=2)
+    for args in ([], ["--trace-steps", "0"]):
+        compare.compare(replace(compare.parse(args), out=tmp_path), gpu)
+    with_trace, without = ([arg.partition("=") for arg in job.command] for job in started)
+    assert ("--training.steps", "=", "54") in with_trace
+    assert ("--mx.trace_steps", "=", "3") in with_trace
+    assert ("--training.steps", "=", "50") in without
+    assert not any(name.startswith("--mx.trace") for name, _, _ in without)
 
 
-def test_a_run_is_kept_only_for_the_same_command_commit_machine_and_versions(tmp_path):
+def test_the_seed_checkpoint_is_made_on_one_process_whatever_the_parallelism(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(compare, "run", lambda job: started.append(job) or 1)
     settings = replace(compare.parse([]), out=tmp_path)
+    with pytest.raises(SystemExit):
+        compare.seed_checkpoint(settings, Machine(0, 0, 2), ["--parallelism.expert_parallel_degree=2"])
+    assert started[0].processes == 1
+    assert flag_values(started[0].command, "parallelism.expert_parallel_degree")[-1] == "1"
+
+
+def _tree(root, **files):
+    for name, text in files.items():
+        path = root / "mxfp8_titan" / name.replace("__", "/")
+        path = path.with_name(f"{path.name}.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return sources_hash(root)
+
+
+def test_sources_that_only_read_runs_may_change_without_running_again(tmp_path):
+    first = _tree(tmp_path, converter="a", report__draw="a", compare="a")
+    assert _tree(tmp_path, report__draw="b", compare="b") == first
+    assert _tree(tmp_path, converter="b") != first
+
+
+def test_a_run_is_kept_only_for_the_same_command_toml_commit_sources_machine_and_versions(tmp_path):
+    toml = tmp_path / "job.toml"
+    toml.write_text("a")
     facts = {"commit": "abc", "gpu": "g", "date": "today"}
 
-    def print_of(name="both", flags=("--a",), **changed):
-        return compare.fingerprint(compare.variant_job(settings, CPU, name, list(flags)), facts | changed, settings)
+    def print_of(command=("train", "--a"), sources="s", cold=False, **changed):
+        return fingerprint(list(command), toml, facts | changed, sources, cold)
 
-    assert print_of() == print_of(date="tomorrow")
-    assert (
-        len({print_of(), print_of(commit="def"), print_of(gpu="h"), print_of(flags=("--b",)), print_of("dense")}) == 5
-    )
+    prints = [print_of(), print_of(commit="def"), print_of(gpu="h"), print_of(("train",)), print_of(sources="t")]
+    assert print_of(date="tomorrow") == prints[0]
+    prints.append(print_of(cold=True))
+    toml.write_text("b")
+    prints.append(print_of())
+    assert len(set(prints)) == 7
 
 
-def test_a_failed_run_stops_the_comparison_without_a_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "run", lambda job: 3)
-    monkeypatch.setattr(compare, "gather_facts", lambda machine: {})
+def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_report(tmp_path, monkeypatch, capsys):
+    def fail(job):
+        job.log.parent.mkdir(parents=True)
+        job.log.write_text("".join(f"line {i}\n" for i in range(100)))
+        return 3
+
+    monkeypatch.setattr(compare, "run", fail)
+    monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 3
-    assert "bf16 failed; no report" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "bf16 failed; no report" in said
+    assert "line 99" in said
+    assert "line 70" not in said
     assert not (tmp_path / "report.md").exists()
+
+
+def test_a_run_that_falls_silent_is_ended(tmp_path, capsys):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    job = Job(["sh", "-c", "echo started; exec sleep 600"], dict(os.environ), tmp_path / "run.log")
+    try:
+        with compare.ended_when_silent(job.log, 0.5):
+            assert run(job) == 128 + signal.SIGTERM
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), before, strict=True):
+            signal.signal(number, handler)
+    assert "no output for 0.5 s: the run hangs" in capsys.readouterr().err
 
 
 @pytest.mark.train
@@ -85,6 +139,7 @@ def test_a_failed_run_stops_the_comparison_without_a_report(tmp_path, monkeypatc
 def test_two_processes_are_compared_from_one_seed_checkpoint_and_finished_runs_are_kept(tmp_path):
     command = [
         ROOT / "scripts" / "compare.sh", "--only", "both", "--steps", "4", "--log-freq", "1", "--warm-up", "2",
+        "--trace-steps", "1", "--gemm-speed-ups", "dense=1.6,grouped=1.6",
         "--flags", "--training.seq_len=64 --training.local_batch_size=2", "--out", tmp_path / "out",
     ]  # fmt: skip
     outputs = []
@@ -99,11 +154,21 @@ def test_two_processes_are_compared_from_one_seed_checkpoint_and_finished_runs_a
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         outputs.append(done.stdout)
     assert "writing a seed checkpoint" in outputs[0]
-    assert "both: 4 steps" in outputs[0]
+    assert "both: 4 steps and 2 for the trace" in outputs[0]
     assert "both: kept from" in outputs[1]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     bf16, both = report["rows"]
-    assert (bf16["name"], both["name"], both["converted"]) == ("bf16", "both", "30 linears, 3 expert modules")
+    assert (bf16["name"], both["name"]) == ("bf16", "both")
+    assert both["converted"] == "30 of 46 linears, 3 of 3 expert modules"
+    assert both["runs_on"] == "mxfp8_emulated_rceil on reference"
     assert 0 < both["largest_loss_gap"] < 0.05
+    assert (both["routing"], both["intervals"]) == ("real", 2)
+    assert both["imbalance"] >= 1
+    assert both["limit"]["free_casts"] > 1
     assert [len(steps) for steps in report["steps"].values()] == [4, 4]
-    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"speed.png", "loss.png"}
+    quantization = {name: split["summed_ms"].get("quantization", 0) for name, split in report["breakdowns"].items()}
+    assert quantization["both"] > quantization["bf16"] == 0
+    for split in report["breakdowns"].values():
+        assert {"gemm_dense", "attention", "communication", "optimizer"} <= set(split["summed_ms"])
+        assert split["idle_ms"] + sum(split["shown_ms"].values()) == pytest.approx(split["wall_ms"])
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"speed.png", "loss.png", "breakdown.png"}

@@ -1,187 +1,145 @@
 """What several runs of one job come down to beside each other: speed, memory, loss, and the noise of equal runs."""
 
-import json
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
-BASELINE = "bf16"
+from mxfp8_titan.report.inventory import Inventory, peak
+from mxfp8_titan.report.limits import GemmSpeedUps, Limit, limit
+from mxfp8_titan.report.metrics import Logged, after_warm_up, steady
+from mxfp8_titan.report.trace import Breakdown
 
-# NVIDIA's dense bf16 figures, without sparsity, in FLOP/s.
-BF16_PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2.25e15, "A100": 312e12}
+BASELINE = "bf16"
+AGAIN = f"{BASELINE}_again"
+
+LOSS_AFTER = 50
+"""Losses of earlier steps fall too steeply to be compared; of runs under 100 steps, the first half is left out."""
+LOSS_WINDOW = 20
+"""Steps over which a loss is averaged before it is compared."""
+LEAST_LOSS_NOISE = 0.02
+"""What two equal runs may differ by at least, smoothed, even where the two that were made agree better."""
 
 
 @dataclass(frozen=True)
-class Logged:
-    """One logged step of a run. tokens_per_second is per device, over the steps since the last logged one."""
+class Run:
+    """One finished run. tokens_per_step is of all devices."""
 
-    step: int
-    loss: float
-    tokens_per_second: float
-    tflops: float
-    reserved_gib: float
-    active_gib: float
+    name: str
+    command: str
+    steps: list[Logged]
+    inventory: Inventory
+    tokens_per_step: int
+    devices: int
+    breakdown: Breakdown | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the comparison. Speeds are tokens/s per device over the intervals after warm-up."""
+    """One run of the comparison. Speeds are tokens/s over the intervals after warm-up without compilation."""
 
     name: str
     median_tps: float
+    """Per device, as the next two."""
     min_tps: float
     max_tps: float
+    total_tps: float
+    """Of all devices, median."""
+    step_ms: float
     speedup: float
     """median_tps over the baseline's."""
+    limit: Limit | None
+    intervals: int
+    left_out: int
+    """Intervals after warm-up in which something was compiled."""
     tflops: float
-    peak_percent: float | None
-    """tflops over the device's bf16 peak; None for a device without a known one."""
+    peak: str | None
+    """Name and value of the peak for the mix of precisions; None for a device without a known one."""
+    mfu_percent: float | None
     reserved_gib: float
     active_gib: float
     first_step_s: float
     final_loss: float
     largest_loss_gap: float
     """Largest difference to the baseline's loss at an equal step."""
+    smoothed_loss_gap: float
+    """The same of losses averaged over LOSS_WINDOW steps, after the first ones."""
+    loss_gap_over_noise: float | None
+    """smoothed_loss_gap over max(LEAST_LOSS_NOISE, twice that of the two bf16 runs); None for these two, and without a
+    second."""
+    routing: str
+    imbalance: float | None
+    """Tokens of the busiest expert over the mean: median over logged steps of the worst layer."""
     converted: str
+    runs_on: str
 
 
-def read_metrics(path: Path) -> list[Logged]:
-    """The steps that --mx.metrics_file recorded in `path`, in order."""
-    logged = []
-    for line in path.read_text().splitlines():
-        metrics = json.loads(line)
-        logged.append(
-            Logged(
-                step=metrics["step"],
-                loss=metrics["loss_metrics/global_avg_loss"],
-                tokens_per_second=metrics["throughput(tps)"],
-                tflops=metrics["tflops"],
-                reserved_gib=metrics["memory/max_reserved(GiB)"],
-                active_gib=metrics["memory/max_active(GiB)"],
-            )
-        )
-    return logged
+def make_rows(runs: list[Run], warm_up: int, device: str, speed_ups: GemmSpeedUps | None) -> list[Row]:
+    """The rows of `runs`, against the one that is called BASELINE.
 
-
-def after_warm_up(steps: list[Logged], warm_up: int) -> list[Logged]:
-    """The intervals that lie wholly after step `warm_up`: compilation and autotuning happen before it.
-
-    An interval reaches from the step logged before it, so the first one after step 1 is left out by warm_up >= 1.
-    Raises: ValueError when no interval is left.
+    Raises: ValueError when a run has no interval to measure.
     """
-    kept = [step for before, step in pairwise(steps) if before.step >= warm_up]
-    if not kept:
-        last = steps[-1].step if steps else 0
-        raise ValueError(f"no logged interval lies after warm-up step {warm_up}; the run ended at step {last}")
-    return kept
+    by_name = {run.name: run for run in runs}
+    again = by_name.get(AGAIN)
+    base = by_name[BASELINE]
+    noise = max(LEAST_LOSS_NOISE, 2 * smoothed_gap(again.steps, base.steps)) if again else None
+    return [_row(run, base, warm_up, device, noise, speed_ups) for run in runs]
 
 
-def bf16_peak(device: str) -> tuple[str, float] | None:
-    """(name, FLOP/s) of the device's dense bf16 peak, or None: no peak is better than another device's."""
-    return next(((name, peak) for name, peak in BF16_PEAKS.items() if name in device), None)
-
-
-def make_row(
-    name: str,
-    steps: list[Logged],
-    baseline: list[Logged],
-    warm_up: int,
-    tokens_per_step: int,
-    device: str,
-    converted: str,
-) -> Row:
-    """The row of a run with `steps`, against the run with the steps `baseline`.
-
-    tokens_per_step: per device, to turn the first step's speed into its seconds
-    """
-    speeds = [step.tokens_per_second for step in after_warm_up(steps, warm_up)]
-    base = median(step.tokens_per_second for step in after_warm_up(baseline, warm_up))
-    base_losses = {step.step: step.loss for step in baseline}
-    tflops = median(step.tflops for step in after_warm_up(steps, warm_up))
-    peak = bf16_peak(device)
+def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, speed_ups: GemmSpeedUps | None) -> Row:
+    try:
+        intervals = steady(run.steps, warm_up)
+    except ValueError as error:
+        raise ValueError(f"{run.name}: {error}") from None
+    speeds = [step.tokens_per_second for step in intervals]
+    base_speed = median(step.tokens_per_second for step in steady(base.steps, warm_up))
+    base_losses = {step.step: step.loss for step in base.steps}
+    tflops = median(step.tflops for step in intervals)
+    best = peak(device, run.inventory)
+    gap = smoothed_gap(run.steps, base.steps)
+    imbalances = [step.imbalance for step in run.steps if step.imbalance is not None]
     return Row(
-        name=name,
+        name=run.name,
         median_tps=median(speeds),
         min_tps=min(speeds),
         max_tps=max(speeds),
-        speedup=median(speeds) / base,
+        total_tps=median(speeds) * run.devices,
+        step_ms=1000 * run.tokens_per_step / run.devices / median(speeds),
+        speedup=median(speeds) / base_speed,
+        limit=limit(base.breakdown, run.breakdown, run.inventory, speed_ups) if speed_ups and base.breakdown else None,
+        intervals=len(intervals),
+        left_out=len(after_warm_up(run.steps, warm_up)) - len(intervals),
         tflops=tflops,
-        peak_percent=100 * tflops * 1e12 / peak[1] if peak else None,
-        reserved_gib=max(step.reserved_gib for step in steps),
-        active_gib=max(step.active_gib for step in steps),
-        first_step_s=tokens_per_step / steps[0].tokens_per_second,
-        final_loss=steps[-1].loss,
-        largest_loss_gap=max(abs(s.loss - base_losses[s.step]) for s in steps if s.step in base_losses),
-        converted=converted,
+        peak=best and best[0],
+        mfu_percent=best and 100 * tflops * 1e12 / best[1],
+        reserved_gib=max(step.reserved_gib for step in run.steps),
+        active_gib=max(step.active_gib for step in run.steps),
+        first_step_s=run.tokens_per_step / run.devices / run.steps[0].tokens_per_second,
+        final_loss=run.steps[-1].loss,
+        largest_loss_gap=max(abs(s.loss - base_losses[s.step]) for s in run.steps if s.step in base_losses),
+        smoothed_loss_gap=gap,
+        loss_gap_over_noise=gap / noise if noise and run.name not in (BASELINE, AGAIN) else None,
+        routing=run.inventory.routing,
+        imbalance=median(imbalances) if imbalances else None,
+        converted=run.inventory.converted,
+        runs_on=run.inventory.runs_on,
     )
 
 
-COLUMNS = (
-    "run", "tokens/s per device", "min to max", "x bf16", "TFLOP/s", "% of bf16 peak", "reserved GiB",
-    "active GiB", "first step s", "final loss", "largest loss gap", "converted",
-)  # fmt: skip
+def smoothed(steps: list[Logged]) -> dict[int, float]:
+    """Step -> the mean of the losses logged in the LOSS_WINDOW steps up to it."""
+    means = {}
+    for step in steps:
+        window = [s.loss for s in steps if step.step - LOSS_WINDOW < s.step <= step.step]
+        means[step.step] = sum(window) / len(window)
+    return means
 
 
-def table(rows: list[Row]) -> list[tuple[str, ...]]:
-    """Header and cells."""
-    cells = [
-        (
-            row.name, f"{row.median_tps:,.0f}", f"{row.min_tps:,.0f} to {row.max_tps:,.0f}", f"{row.speedup:.3f}",
-            f"{row.tflops:,.2f}", "n/a" if row.peak_percent is None else f"{row.peak_percent:.1f}",
-            f"{row.reserved_gib:.2f}", f"{row.active_gib:.2f}", f"{row.first_step_s:.1f}",
-            f"{row.final_loss:.4f}", f"{row.largest_loss_gap:.4f}", row.converted,
-        )
-        for row in rows
-    ]  # fmt: skip
-    return [COLUMNS, *cells]
+def loss_compared_after(steps: list[Logged]) -> int:
+    """The step after which smoothed losses are compared."""
+    return min(LOSS_AFTER, steps[-1].step // 2)
 
 
-def as_text(rows: list[Row]) -> str:
-    """The table for a terminal."""
-    lines = table(rows)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def as_markdown(rows: list[Row], facts: dict[str, str], commands: dict[str, str]) -> str:
-    """report.md: facts, table, what to keep in mind, pictures, command lines."""
-    header, *body = table(rows)
-    lines = ["# Comparison", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
-    lines += [
-        f"| {' | '.join(header)} |",
-        "|" + "---|" * len(header),
-        *(f"| {' | '.join(line)} |" for line in body),
-        "",
-    ]
-    lines += [*notes(rows), "", "![tokens per second](speed.png)", "", "![loss](loss.png)", "", "## Commands", ""]
-    lines += [f"- {name}: `{command}`" for name, command in commands.items()]
-    return "\n".join(lines) + "\n"
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """Sentences that the numbers call for."""
-    said = ["Memory is the first rank's peak, reserved and active. Speeds leave out the intervals up to warm-up."]
-    again = next((row for row in rows if row.name == f"{BASELINE}_again"), None)
-    if again:
-        said.append(
-            f"Noise: the same bf16 run twice differs by {100 * abs(again.speedup - 1):.1f} % in speed and by up to "
-            f"{again.largest_loss_gap:.4f} in loss; smaller differences mean nothing."
-        )
-    over = [row.name for row in rows if row.peak_percent is not None and row.peak_percent > 100]
-    if over:
-        said.append(f"Above 100 % of the bf16 peak, which MXFP8 may be and bf16 may not: {', '.join(over)}.")
-    return said
-
-
-def as_json(rows: list[Row], steps: dict[str, list[Logged]], facts: dict[str, str], commands: dict[str, str]) -> str:
-    """report.json: all of it, every logged step included."""
-    return json.dumps(
-        {
-            **facts,
-            "commands": commands,
-            "rows": [asdict(row) for row in rows],
-            "steps": {name: [asdict(step) for step in logged] for name, logged in steps.items()},
-        },
-        indent=1,
-    )
+def smoothed_gap(steps: list[Logged], base: list[Logged]) -> float:
+    """Largest difference of the smoothed losses at equal steps."""
+    ours, theirs = smoothed(steps), smoothed(base)
+    after = loss_compared_after(base)
+    return max((abs(ours[step] - theirs[step]) for step in ours if step in theirs and step > after), default=0.0)

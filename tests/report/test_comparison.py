@@ -1,81 +1,78 @@
-import json
-
 import pytest
 
-from mxfp8_titan.report.comparison import Logged, after_warm_up, as_json, as_markdown, as_text, make_row, read_metrics
-from mxfp8_titan.report.draw import draw_losses, draw_speeds
+from mxfp8_titan.report.comparison import make_rows, smoothed
+from mxfp8_titan.report.limits import GemmSpeedUps
+from tests.report.runs import H200, breakdown_of, inventory_of, run_of, steps_of
 
-H200 = "1 x NVIDIA H200"
-
-
-def _steps(speeds, first=10.0, losses=None, every=5):
-    numbers = [1, *(every * (i + 1) for i in range(len(speeds)))]
-    losses = losses or [8.0] * len(numbers)
-    return [
-        Logged(n, loss, tps, tps / 1000, 50.0 + n, 40.0)
-        for n, loss, tps in zip(numbers, losses, [first, *speeds], strict=True)
-    ]
+CPU = "none, 2 CPU cores"
 
 
-def _row(name, steps, baseline, device=H200):
-    return make_row(name, steps, baseline, warm_up=5, tokens_per_step=1000, device=device, converted="nothing")
-
-
-def test_intervals_that_begin_before_the_end_of_warm_up_are_left_out():
-    # Logged at 1, 5, 10, 15: the interval up to 10 begins at 5.
-    assert [s.step for s in after_warm_up(_steps([1, 2, 3]), warm_up=5)] == [10, 15]
-    assert [s.step for s in after_warm_up(_steps([1, 2, 3]), warm_up=6)] == [15]
-    assert [s.step for s in after_warm_up(_steps([1, 2, 3]), warm_up=1)] == [5, 10, 15]
-    with pytest.raises(ValueError, match="no logged interval lies after warm-up step 15; the run ended at step 15"):
-        after_warm_up(_steps([1, 2, 3]), warm_up=15)
+def _rows(*runs, device=H200, speed_ups=None):
+    return make_rows(list(runs), 5, device, speed_ups)
 
 
 def test_a_row_has_medians_of_measured_intervals_and_the_gap_at_equal_steps():
-    baseline = _steps([1, 100, 110, 90], losses=[8, 7, 6, 5, 4])
-    row = _row("both", _steps([9999, 120, 130, 140], losses=[8, 7, 6.5, 5.1, 4]), baseline)
+    base = run_of("bf16", steps_of([1, 100, 110, 90], losses=[8, 7, 6, 5, 4]))
+    both = run_of("both", steps_of([9999, 120, 130, 140], losses=[8, 7, 6.5, 5.1, 4]))
+    _, row = _rows(base, both)
     assert (row.median_tps, row.min_tps, row.max_tps) == (130, 120, 140)
+    assert row.total_tps == 260
+    assert row.step_ms == pytest.approx(1000 * 1000 / 260)
     assert row.speedup == pytest.approx(1.3)
     assert row.largest_loss_gap == pytest.approx(0.5)
-    assert row.first_step_s == 100
-    assert row.reserved_gib == 70
+    assert row.first_step_s == 50
+    assert (row.reserved_gib, row.active_gib, row.imbalance) == (70, 40, 1.5)
 
 
-def test_the_share_of_the_peak_is_named_only_for_a_known_device_and_flagged_above_100():
-    baseline = _steps([1, 100, 100])
-    assert _row("bf16", baseline, baseline, "none, 2 CPU cores").peak_percent is None
-    over = _row("both", _steps([1, 1.2e6, 1.2e6]), baseline)
-    assert over.peak_percent == pytest.approx(100 * 1200 / 989)
-    assert "Above 100 % of the bf16 peak" in as_markdown([over], {}, {})
-    assert "| 121.3 |" in as_markdown([over], {}, {})
-    assert "| n/a |" in as_markdown([_row("bf16", baseline, baseline, "none, 2 CPU cores")], {}, {})
+def test_an_interval_with_compilation_is_in_no_median_and_counted():
+    base = run_of("bf16", steps_of([1, 100, 100, 100]))
+    _, row = _rows(base, run_of("both", steps_of([1, 7, 120, 130], compiled=(10,))))
+    assert (row.min_tps, row.intervals, row.left_out) == (120, 2, 1)
 
 
-def test_the_noise_between_equal_runs_is_stated():
-    baseline = _steps([1, 100, 100], losses=[8, 7, 6, 5])
-    again = _row("bf16_again", _steps([1, 102, 102], losses=[8, 7, 6.01, 5]), baseline)
-    text = as_markdown([_row("bf16", baseline, baseline), again], {"gpu": "g"}, {"bf16": "cmd"})
-    assert "differs by 2.0 % in speed and by up to 0.0100 in loss" in text
-    assert "- gpu: g" in text
-    assert "`cmd`" in text
+def test_a_run_that_cannot_be_measured_is_named():
+    base = run_of("bf16", steps_of([1, 100, 100]))
+    with pytest.raises(ValueError, match="both: no interval to measure"):
+        _rows(base, run_of("both", steps_of([1, 100, 100], compiled=(10, 15))))
 
 
-def test_table_json_and_pictures_hold_every_run(tmp_path):
-    steps = {"bf16": _steps([1, 100, 100]), "both": _steps([1, 50, 60])}
-    rows = [_row(name, logged, steps["bf16"]) for name, logged in steps.items()]
-    assert len({line.index("0.5") for line in as_text(rows).splitlines()[2:]}) == 1
-    data = json.loads(as_json(rows, steps, {"commit": "abc"}, {}))
-    assert data["commit"] == "abc"
-    assert [row["name"] for row in data["rows"]] == ["bf16", "both"]
-    assert len(data["steps"]["both"]) == 4
-    draw_speeds(rows, tmp_path / "speed.png")
-    draw_losses(steps, tmp_path / "loss.png")
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("speed.png", "loss.png"))
+def test_the_share_of_the_peak_is_of_the_mix_of_precisions_and_named_only_for_a_known_device():
+    base = run_of("bf16", steps_of([1, 100, 100]))
+    assert _rows(base, device=CPU)[0].mfu_percent is None
+    fast = run_of("both", steps_of([1, 1.2e6, 1.2e6]), inventory_of(dense=3, experts=1))
+    row = _rows(base, fast)[1]
+    assert row.mfu_percent == pytest.approx(100 * 1200 * (0.75 / 1979 + 0.25 / 989))
+    assert "75 % FP8" in row.peak
 
 
-def test_metrics_are_read_as_they_were_recorded(tmp_path):
-    recorded = {
-        "step": 5, "loss_metrics/global_avg_loss": 7.123456, "throughput(tps)": 100.5, "tflops": 2.0,
-        "memory/max_reserved(GiB)": 3.0, "memory/max_active(GiB)": 2.5, "lr": 1e-4,
-    }  # fmt: skip
-    (tmp_path / "m.jsonl").write_text(json.dumps(recorded) + "\n")
-    assert read_metrics(tmp_path / "m.jsonl") == [Logged(5, 7.123456, 100.5, 2.0, 3.0, 2.5)]
+def test_limits_need_rates_and_the_baseline_s_trace():
+    rates = GemmSpeedUps(2.0, 2.0, "a test")
+    steps = steps_of([1, 100, 100])
+    traced = run_of("bf16", steps, breakdown=breakdown_of(gemm_dense=50.0))
+    dense = run_of("dense", steps, inventory_of(dense=4))
+    bf16, row = _rows(traced, dense, speed_ups=rates)
+    assert bf16.limit is None
+    assert row.limit.free_casts == pytest.approx(100 / 75)
+    assert _rows(traced, dense)[1].limit is None
+    assert _rows(run_of("bf16", steps), dense, speed_ups=rates)[1].limit is None
+
+
+def test_losses_are_smoothed_over_twenty_steps():
+    means = smoothed(steps_of([1] * 6, losses=[9, 8, 7, 6, 5, 4, 3]))
+    # Logged at 1, 5, 10, ..., 30; the window of step 20 reaches back to step 1, that of 30 to 15.
+    assert means[20] == pytest.approx((9 + 8 + 7 + 6 + 5) / 5)
+    assert means[30] == pytest.approx((6 + 5 + 4 + 3) / 4)
+
+
+def test_the_smoothed_gap_is_held_against_twice_the_noise_of_equal_runs_but_no_less_than_the_least():
+    def shifted(by):
+        # Before step 15, half of the run, losses are not compared.
+        return steps_of([100] * 6, losses=[8 + 9 * by, *[8 + by] * 6], every=5)
+
+    base, again = run_of("bf16", shifted(0)), run_of("bf16_again", shifted(0))
+    rows = _rows(base, again, run_of("both", shifted(-0.01)))
+    assert rows[1].loss_gap_over_noise is None
+    assert rows[2].loss_gap_over_noise == pytest.approx(rows[2].smoothed_loss_gap / 0.02)
+    noisy = _rows(base, run_of("bf16_again", shifted(0.1)), run_of("both", shifted(-0.1)))
+    assert noisy[2].loss_gap_over_noise == pytest.approx(0.5)
+    assert _rows(base, run_of("both", shifted(0.1)))[1].loss_gap_over_noise is None
