@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial, share_rows, store_maxima
+from mxfp8_titan.kernels.column_maxima import (
+    merge_maxima,
+    new_partial,
+    programs_for,
+    share_of,
+    store_maxima,
+)
 from mxfp8_titan.kernels.e4m3 import (
     e8m0_from_bits,
     inv_scale_from_e8m0,
@@ -19,7 +25,6 @@ from mxfp8_titan.kernels.e4m3 import (
     to_e4m3,
     to_fp32,
 )
-from mxfp8_titan.kernels.groups import place_tile
 from mxfp8_titan.kernels.launch import (
     check_choices,
     check_groups,
@@ -35,69 +40,86 @@ MAX_K = 32768
 EMPTY_SCALE = 2.0**-127
 """Scale of a row without elements, as of a row of zeros."""
 
+_EMPTY_SCALE = tl.constexpr(EMPTY_SCALE)
+
 ELEMENTS_PER_WARP = 1024
 """Elements of a row's head per warp."""
 
-AMAX_STAGES = 4
-"""Rows of a program that gathers column maxima that are on their way at once."""
+SMALL, LARGE = (1024, 4), (512, 5)
+"""The same with column maxima, and rows of a program that are on their way at once; for a head below LARGE_HEAD, and
+from it on."""
+
+LARGE_HEAD = 8192
+
+BYTES_ON_THEIR_WAY = 64 * 1024
+"""Bytes that programs with column maxima wait for on one multiprocessor. More did not help, or harmed."""
+
+SHARED_BYTES = 200 * 1024
+"""Shared memory for rows on their way, of the 227 KiB of a multiprocessor."""
 
 
 @triton.jit
 def aligned_along_k_kernel(
     x_ptr, data_ptr, scale_ptr, partial_ptr, group_ends_ptr,
-    T, K, stride_xe, stride_xt, stride_xk, rows_out, first_row, rows_per_program, programs, partials, first_partial,
-    num_groups,
+    T, K, stride_xe, stride_xt, stride_xk, rows_out, first_row, programs, partials, first_partial, num_groups,
     ROUNDING: tl.constexpr, WITH_AMAX: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes rows_per_program consecutive rows of a group; `programs` of them cover an expert.
+    """One program quantizes one row, or with column maxima a share of an expert's rows; `programs` do an expert.
 
     An expert has T rows in x and rows_out in data, where those of x start at first_row. A row is held as HEAD and TAIL
     elements, both powers of two. With column maxima, rows come through shared memory, STAGES deep, while the maxima
-    stay in registers; they go to memory once, see kernels.column_maxima: an expert has `partials` rows there, those
-    of x start at first_partial. Rows past the last group are not read. Features past K are masked here.
+    stay in registers until they go to memory, see kernels.column_maxima: an expert has `partials` rows there, those of
+    x start at first_partial. Rows past the last group are not read. Features past K are masked here.
     """
-    _, expert, first, read_end, write_end, _, _ = place_tile(
-        tl.program_id(0), programs, T, T, group_ends_ptr, num_groups, rows_per_program, GROUPS, WITH_AMAX
-    )
-    x_ptr += expert.to(tl.int64) * stride_xe
-    row0 = expert.to(tl.int64) * rows_out + first_row
+    expert = (tl.program_id(0) // programs).to(tl.int64)
+    program = tl.program_id(0) % programs
+    x_ptr += expert * stride_xe
+    data_ptr += (expert * rows_out + first_row) * K
+    scale_ptr += expert * rows_out + first_row
     if WITH_AMAX:
+        first, end, owned = share_of(program, programs, T, group_ends_ptr, num_groups, GROUPS)
         head_max = tl.zeros([HEAD], tl.int32)
         tail_max = tl.zeros([max(TAIL, 1)], tl.int32)
-        for row in tl.range(first, tl.minimum(first + rows_per_program, write_end), num_stages=STAGES):
+        for row in tl.range(first, end, num_stages=STAGES):
             head, tail = _quantize_row(
-                x_ptr, data_ptr, scale_ptr, row0, row, read_end, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL
+                x_ptr, data_ptr, scale_ptr, row, True, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL
             )
             head_max = tl.maximum(head_max, head)
             if TAIL > 0:
                 tail_max = tl.maximum(tail_max, tail)
-        if first < read_end:
-            number = expert.to(tl.int64) * (partials - programs) + first_partial + tl.program_id(0)
-            store_maxima(partial_ptr, number, head_max, 0, K, HEAD)
+        if first < end:
+            partial_ptr += (expert * partials + first_partial + program) * K
+            store_maxima(partial_ptr, head_max, 0, K, HEAD)
             if TAIL > 0:
-                store_maxima(partial_ptr, number, tail_max, HEAD, K, TAIL)
+                store_maxima(partial_ptr, tail_max, HEAD, K, TAIL)
+        if GROUPS > 0:
+            for row in range(owned + program, T, programs):
+                store_zeros(data_ptr + tl.cast(row, tl.int64) * K, scale_ptr + row, K, HEAD, TAIL)
     else:
-        _quantize_row(x_ptr, data_ptr, scale_ptr, row0, first, read_end, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL)
+        readable = program < tl.load(group_ends_ptr + num_groups - 1) if GROUPS > 0 else True
+        _quantize_row(
+            x_ptr, data_ptr, scale_ptr, program, readable, K, stride_xt, stride_xk, ROUNDING, HEAD, TAIL
+        )  # fmt: skip
 
 
 @triton.jit
 def _quantize_row(
-    x_ptr, data_ptr, scale_ptr, row0, row, read_end, K, stride_xt, stride_xk,
+    x_ptr, data_ptr, scale_ptr, row, readable, K, stride_xt, stride_xk,
     ROUNDING: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes one row of an expert whose first row is number row0 in data.
+    """Quantizes one row, of zeros unless it is readable.
 
     returns the bits of its magnitudes, int32 (HEAD,) and (TAIL,), the second made up when TAIL is 0
     """
     x_ptr += tl.cast(row, tl.int64) * stride_xt
-    out_ptr = data_ptr + (row0 + row) * K
-    head = _load_part(x_ptr, row < read_end, 0, K, stride_xk, HEAD)
+    out_ptr = data_ptr + tl.cast(row, tl.int64) * K
+    head = _load_part(x_ptr, readable, 0, K, stride_xk, HEAD)
     head_bits = magnitude_bits(head)
     tail_bits = tl.zeros([1], tl.int32)
     amax = tl.max(head_bits, 0)
     if TAIL > 0:
-        tail = _load_part(x_ptr, row < read_end, HEAD, K, stride_xk, TAIL)
+        tail = _load_part(x_ptr, readable, HEAD, K, stride_xk, TAIL)
         tail_bits = magnitude_bits(tail)
         amax = tl.maximum(amax, tl.max(tail_bits, 0))
     byte = e8m0_from_bits(amax, ROUNDING)
@@ -107,8 +129,20 @@ def _quantize_row(
     if TAIL > 0:
         k = HEAD + tl.arange(0, TAIL)
         tl.store(out_ptr + k, to_e4m3(tail * inv_scale), mask=k < K)
-    tl.store(scale_ptr + row0 + row, scale_from_e8m0(byte))
+    tl.store(scale_ptr + row, scale_from_e8m0(byte))
     return head_bits, tail_bits
+
+
+@triton.jit
+def store_zeros(row_ptr, scale_ptr, K, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """What quantization makes of a row of zeros."""
+    row_ptr = row_ptr.to(tl.pointer_type(tl.uint8))
+    k = tl.arange(0, HEAD)
+    tl.store(row_ptr + k, tl.zeros([HEAD], tl.uint8), mask=k < K)
+    if TAIL > 0:
+        k = HEAD + tl.arange(0, TAIL)
+        tl.store(row_ptr + k, tl.zeros([TAIL], tl.uint8), mask=k < K)
+    tl.store(scale_ptr, _EMPTY_SCALE)
 
 
 @triton.jit
@@ -139,6 +173,12 @@ def check_args(x: Tensor, rounding: str, group_ends: Tensor | None, multiple: in
     return check_groups(group_ends, x, x.shape[-2], multiple)
 
 
+def check_row(features: int) -> None:
+    """Raises: ValueError for a row that is too long for a program."""
+    if features > MAX_K:
+        raise ValueError(f"K is {features}, needs at most {MAX_K}: one program holds a whole row in registers")
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)
 
@@ -151,31 +191,40 @@ def _allocate_with_amax(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, T
     return *_allocate_along_k(x), x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
 
 
+def config_with_amax(x: Tensor, num_groups: int = 0) -> tuple[int, int, int]:
+    """(elements per warp, rows on their way, programs of an expert) for x (T, K) or (E, N, K) with column maxima."""
+    rows, features = x.shape[-2:]
+    per_warp, stages = LARGE if row_parts(features)[0] >= LARGE_HEAD else SMALL
+    row_bytes = features * x.element_size()
+    stages = min(stages, SHARED_BYTES // row_bytes + 1)
+    experts = x.shape[0] if x.ndim == 3 else 1
+    return per_warp, stages, programs_for(rows, experts, num_groups, max(stages - 1, 1) * row_bytes, BYTES_ON_THEIR_WAY)
+
+
 def launch_along_k(
-    x: Tensor, data: Tensor, scale: Tensor, partial: Tensor | None, rounding: str, group_ends: Tensor | None = None,
-    groups: tuple[int, int] = (0, 0), rows_out: int = 0, first_row: int = 0, partials: int = 0, first_partial: int = 0,
+    x: Tensor, data: Tensor, scale: Tensor, partial: Tensor | None, rounding: str, group_ends: Tensor | None,
+    groups: tuple[int, int], config: tuple[int, int, int] | None = None,
+    rows_out: int = 0, first_row: int = 0, partials: int = 0, first_partial: int = 0,
 ) -> None:  # fmt: skip
     """Quantizes x (T, K) or (E, N, K), not empty, into rows of data and scale from first_row of each expert's on.
 
     partial: where the programs of kernels.column_maxima leave the column maxima, or None
     groups: as launch.check_groups returns them
+    config: of config_with_amax, or None when partial is
     """
     rows, features = x.shape[-2:]
-    if features > MAX_K:
-        raise ValueError(f"K is {features}, needs at most {MAX_K}: one program holds a whole row in registers")
-    experts = x.shape[0] if x.ndim == 3 else 1
+    per_warp, stages, programs = config or (ELEMENTS_PER_WARP, 1, rows)
     head, tail = row_parts(features)
-    rows_per_program, programs = (1, rows) if partial is None else share_rows(rows, experts, groups[0])
     launch(
         aligned_along_k_kernel,
-        experts * programs,
+        (x.shape[0] if x.ndim == 3 else 1) * programs,
         (x, data, scale, partial, group_ends),
         (
-            rows, features, *strides(x), rows_out or rows, first_row,
-            rows_per_program, programs, partials or programs, first_partial, groups[0],
+            rows, features, *strides(x), rows_out or rows, first_row, programs, partials or programs, first_partial,
+            groups[0],
         ),
-        (rounding, partial is not None, groups[1], head, tail, AMAX_STAGES),
-        min(max(head // ELEMENTS_PER_WARP, 1), 32),
+        (rounding, partial is not None, groups[1], head, tail, stages),
+        min(max(head // per_warp, 1), 32),
     )  # fmt: skip
 
 
@@ -189,6 +238,7 @@ def quantize_aligned_along_k(x: Tensor, rounding: str, group_ends: Tensor | None
     """
     check_source(x, "x", (2, 3))
     groups = check_args(x, rounding, group_ends, 1)
+    check_row(x.shape[-1])
     data, scale = _allocate_along_k(x)
     if data.numel() == 0:
         return data, scale.fill_(EMPTY_SCALE)
@@ -205,14 +255,15 @@ def quantize_aligned_along_k_with_amax(
     """
     check_source(x, "x", (2, 3))
     groups = check_args(x, rounding, group_ends, 1)
+    check_row(x.shape[-1])
     data, scale, amax = _allocate_with_amax(x, group_ends)
     if data.numel() == 0:
         return data, scale.fill_(EMPTY_SCALE), amax.zero_()
-    experts = x.shape[0] if x.ndim == 3 else 1
-    shares = share_rows(x.shape[-2], experts, groups[0])
-    partial = new_partial(x, experts * shares[1], x.shape[-1])
-    launch_along_k(x, data, scale, partial, rounding, group_ends, groups)
-    merge_maxima(partial, amax, group_ends, *shares, *groups)
+    config = config_with_amax(x, groups[0])
+    programs = config[2]
+    partial = new_partial(x, (x.shape[0] if x.ndim == 3 else 1) * programs, x.shape[-1])
+    launch_along_k(x, data, scale, partial, rounding, group_ends, groups, config)
+    merge_maxima(partial, amax, group_ends, x.shape[-2], programs, groups)
     return data, scale, amax
 
 

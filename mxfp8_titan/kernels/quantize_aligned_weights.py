@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mxfp8_titan.format import GROUP_TILE
-from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial, share_rows
+from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial
 from mxfp8_titan.kernels.launch import ceil_div, check_blocks, check_choices, check_source, register_op
-from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, launch_along_k
+from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, check_row, config_with_amax, launch_along_k
 from mxfp8_titan.kernels.quantize_aligned_t import TILE_K, launch_along_t
 
 
@@ -58,19 +58,19 @@ def quantize_aligned_weights(ws: list[Tensor], rounding: str) -> tuple[Tensor, T
     data, scale, amax = _allocate(ws)
     if data.numel() == 0:
         return data, scale.fill_(EMPTY_SCALE), amax.zero_()
-    programs = [share_rows(w.shape[-2], experts, 0)[1] for w in ws]
-    partials = sum(programs)
+    check_row(data.shape[-1])
+    ws = [w for w in ws if w.numel()]
+    configs = [config_with_amax(w) for w in ws]
+    partials = sum(config[2] for config in configs)
     partial = new_partial(data, experts * partials, data.shape[-1])
     first_row = first_partial = 0
-    for w, count in zip(ws, programs, strict=True):
-        if count:
-            launch_along_k(
-                w, data, scale, partial, rounding, rows_out=rows, first_row=first_row,
-                partials=partials, first_partial=first_partial,
-            )  # fmt: skip
+    for w, config in zip(ws, configs, strict=True):
+        launch_along_k(
+            w, data, scale, partial, rounding, None, (0, 0), config, rows, first_row, partials, first_partial
+        )  # fmt: skip
         first_row += w.shape[-2]
-        first_partial += count
-    merge_maxima(partial, amax, None, 1, partials, 0, 0)
+        first_partial += config[2]
+    merge_maxima(partial, amax, None, rows, partials, (0, 0))
     return data, scale, amax
 
 

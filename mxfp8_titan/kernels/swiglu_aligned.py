@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial, share_rows, store_maxima
+from mxfp8_titan.kernels.column_maxima import (
+    merge_maxima,
+    new_partial,
+    programs_for,
+    share_of,
+    store_maxima,
+)
 from mxfp8_titan.kernels.e4m3 import (
     e8m0_from_bits,
     inv_scale_from_e8m0,
@@ -19,42 +25,39 @@ from mxfp8_titan.kernels.e4m3 import (
     to_e4m3,
     to_fp32,
 )
-from mxfp8_titan.kernels.groups import place_tile
 from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, launch, register_op
-from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, row_parts
+from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, SHARED_BYTES, row_parts, store_zeros
 from mxfp8_titan.kernels.swiglu import sigmoid
 
 MAX_HIDDEN = 32768
 """Longest row of h: 1024 threads hold 32 elements of each tensor. Gradients spill registers from 16384 on."""
 
-FORWARD, BACKWARD = (1024, 4, 264), (512, 4, 132)
-"""Elements of a row's head per warp, rows that are on their way at once, programs."""
-
-SHARED_BYTES = 200 * 1024
-"""Shared memory for rows on their way, of the 227 KiB of a multiprocessor."""
+FORWARD, BACKWARD = (1024, 3, 128 * 1024), (512, 4, 144 * 1024)
+"""Elements of a row's head per warp, rows of a program that are on their way at once, and bytes that all programs of a
+multiprocessor wait for."""
 
 
 @triton.jit
-def _load(ptr, readable, start, end, SIZE: tl.constexpr):
+def _load(ptr, start, end, SIZE: tl.constexpr):
     """SIZE elements from `start` on, fp32; zero from `end` on."""
     k = start + tl.arange(0, SIZE)
-    return to_fp32(tl.load(ptr + k, mask=(k < end) & readable, other=0.0))
+    return to_fp32(tl.load(ptr + k, mask=k < end, other=0.0))
 
 
 @triton.jit
-def _product(h13_ptr, readable, start, H, SIZE: tl.constexpr):
+def _product(h13_ptr, start, H, SIZE: tl.constexpr):
     """h (SIZE,) fp32 of one row, from feature `start` on."""
-    h1 = _load(h13_ptr, readable, start, H, SIZE)
-    h3 = _load(h13_ptr + H, readable, start, H, SIZE)
+    h1 = _load(h13_ptr, start, H, SIZE)
+    h3 = _load(h13_ptr + H, start, H, SIZE)
     return h1 * sigmoid(h1) * h3
 
 
 @triton.jit
-def _gradients(dh_ptr, h13_ptr, readable, start, H, SIZE: tl.constexpr):
+def _gradients(dh_ptr, h13_ptr, start, H, SIZE: tl.constexpr):
     """dh1, dh3, h (SIZE,) fp32 of one row, from feature `start` on."""
-    h1 = _load(h13_ptr, readable, start, H, SIZE)
-    h3 = _load(h13_ptr + H, readable, start, H, SIZE)
-    dh = _load(dh_ptr, readable, start, H, SIZE)
+    h1 = _load(h13_ptr, start, H, SIZE)
+    h3 = _load(h13_ptr + H, start, H, SIZE)
+    dh = _load(dh_ptr, start, H, SIZE)
     s = sigmoid(h1)
     silu = h1 * s
     return dh * h3 * (s + silu * (1.0 - s)), dh * silu, silu * h3
@@ -68,24 +71,22 @@ def _store(x, inv_scale, data_ptr, start, H, SIZE: tl.constexpr):
 
 @triton.jit
 def swiglu_aligned_kernel(
-    h13_ptr, data_ptr, scale_ptr, partial_ptr, group_ends_ptr,
-    T, H, stride_ht, rows_per_program, programs, num_groups,
+    h13_ptr, data_ptr, scale_ptr, partial_ptr, group_ends_ptr, T, H, stride_ht, programs, num_groups,
     ROUNDING: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program works on rows_per_program consecutive rows of a group, as quantize_aligned.aligned_along_k_kernel."""
-    _, _, first, read_end, write_end, _, _ = place_tile(
-        tl.program_id(0), programs, T, T, group_ends_ptr, num_groups, rows_per_program, GROUPS, True
-    )
+    """One program works on a share of a group's rows, as quantize_aligned.aligned_along_k_kernel does."""
+    program = tl.program_id(0)
+    first, end, owned = share_of(program, programs, T, group_ends_ptr, num_groups, GROUPS)
     head_max = tl.zeros([HEAD], tl.int32)
     tail_max = tl.zeros([max(TAIL, 1)], tl.int32)
-    for row in tl.range(first, tl.minimum(first + rows_per_program, write_end), num_stages=STAGES):
+    for row in tl.range(first, end, num_stages=STAGES):
         at = tl.cast(row, tl.int64)
-        head = _product(h13_ptr + at * stride_ht, row < read_end, 0, H, HEAD)
+        head = _product(h13_ptr + at * stride_ht, 0, H, HEAD)
         bits = magnitude_bits(head)
         head_max = tl.maximum(head_max, bits)
         amax = tl.max(bits, 0)
         if TAIL > 0:
-            tail = _product(h13_ptr + at * stride_ht, row < read_end, HEAD, H, TAIL)
+            tail = _product(h13_ptr + at * stride_ht, HEAD, H, TAIL)
             bits = magnitude_bits(tail)
             tail_max = tl.maximum(tail_max, bits)
             amax = tl.maximum(amax, tl.max(bits, 0))
@@ -95,37 +96,38 @@ def swiglu_aligned_kernel(
         if TAIL > 0:
             _store(tail, inv_scale, data_ptr + at * H, HEAD, H, TAIL)
         tl.store(scale_ptr + row, scale_from_e8m0(byte))
-    if first < read_end:
-        number = tl.program_id(0).to(tl.int64)
-        store_maxima(partial_ptr, number, head_max, 0, H, HEAD)
+    if first < end:
+        part_ptr = partial_ptr + program.to(tl.int64) * H
+        store_maxima(part_ptr, head_max, 0, H, HEAD)
         if TAIL > 0:
-            store_maxima(partial_ptr, number, tail_max, HEAD, H, TAIL)
+            store_maxima(part_ptr, tail_max, HEAD, H, TAIL)
+    for row in range(owned + program, T, programs):
+        store_zeros(data_ptr + tl.cast(row, tl.int64) * H, scale_ptr + row, H, HEAD, TAIL)
 
 
 @triton.jit
 def swiglu_aligned_backward_kernel(
     dh_ptr, h13_ptr, data_ptr, scale_ptr, h_data_ptr, h_scale_ptr, partial_ptr, group_ends_ptr,
-    T, H, stride_dt, stride_ht, rows_per_program, programs, num_groups,
+    T, H, stride_dt, stride_ht, programs, num_groups,
     ROUNDING: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same for the gradients, dh1 and dh3 in one row of 2H, and for h."""
-    _, _, first, read_end, write_end, _, _ = place_tile(
-        tl.program_id(0), programs, T, T, group_ends_ptr, num_groups, rows_per_program, GROUPS, True
-    )
+    program = tl.program_id(0)
+    first, end, owned = share_of(program, programs, T, group_ends_ptr, num_groups, GROUPS)
     head1_max = tl.zeros([HEAD], tl.int32)
     head3_max = tl.zeros([HEAD], tl.int32)
     tail1_max = tl.zeros([max(TAIL, 1)], tl.int32)
     tail3_max = tl.zeros([max(TAIL, 1)], tl.int32)
-    for row in tl.range(first, tl.minimum(first + rows_per_program, write_end), num_stages=STAGES):
+    for row in tl.range(first, end, num_stages=STAGES):
         at = tl.cast(row, tl.int64)
         dh_row, h13_row = dh_ptr + at * stride_dt, h13_ptr + at * stride_ht
-        head1, head3, head = _gradients(dh_row, h13_row, row < read_end, 0, H, HEAD)
+        head1, head3, head = _gradients(dh_row, h13_row, 0, H, HEAD)
         bits1, bits3 = magnitude_bits(head1), magnitude_bits(head3)
         head1_max = tl.maximum(head1_max, bits1)
         head3_max = tl.maximum(head3_max, bits3)
         amax, h_amax = tl.max(tl.maximum(bits1, bits3), 0), tl.max(magnitude_bits(head), 0)
         if TAIL > 0:
-            tail1, tail3, tail = _gradients(dh_row, h13_row, row < read_end, HEAD, H, TAIL)
+            tail1, tail3, tail = _gradients(dh_row, h13_row, HEAD, H, TAIL)
             bits1, bits3 = magnitude_bits(tail1), magnitude_bits(tail3)
             tail1_max = tl.maximum(tail1_max, bits1)
             tail3_max = tl.maximum(tail3_max, bits3)
@@ -142,13 +144,18 @@ def swiglu_aligned_backward_kernel(
             _store(tail, h_inv_scale, h_data_ptr + at * H, HEAD, H, TAIL)
         tl.store(scale_ptr + row, scale_from_e8m0(byte))
         tl.store(h_scale_ptr + row, scale_from_e8m0(h_byte))
-    if first < read_end:
-        partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H
-        store_maxima(partial_ptr, 0, head1_max, 0, H, HEAD)
-        store_maxima(partial_ptr + H, 0, head3_max, 0, H, HEAD)
+    if first < end:
+        part_ptr = partial_ptr + program.to(tl.int64) * 2 * H
+        store_maxima(part_ptr, head1_max, 0, H, HEAD)
+        store_maxima(part_ptr + H, head3_max, 0, H, HEAD)
         if TAIL > 0:
-            store_maxima(partial_ptr, 0, tail1_max, HEAD, H, TAIL)
-            store_maxima(partial_ptr + H, 0, tail3_max, HEAD, H, TAIL)
+            store_maxima(part_ptr, tail1_max, HEAD, H, TAIL)
+            store_maxima(part_ptr + H, tail3_max, HEAD, H, TAIL)
+    for row in range(owned + program, T, programs):
+        at = tl.cast(row, tl.int64)
+        store_zeros(h_data_ptr + at * H, h_scale_ptr + row, H, HEAD, TAIL)
+        for half in tl.static_range(2):
+            store_zeros(data_ptr + (at * 2 + half) * H, scale_ptr + row, H, HEAD, TAIL)
 
 
 def _check(h13: Tensor, rounding: str, group_ends: Tensor | None) -> tuple[int, int]:
@@ -168,12 +175,15 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _config(hidden: int, row_bytes: int, config: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """(head, tail, stages, warps) for rows of `hidden` features, for which row_bytes are read."""
+def _config(
+    rows: int, hidden: int, num_groups: int, row_bytes: int, config: tuple[int, int, int]
+) -> tuple[int, tuple[int, int, int], int]:
+    """(programs, (head, tail, stages), warps) for rows of `hidden` features, for each of which row_bytes are read."""
     head, tail = row_parts(hidden)
-    per_warp, stages, _ = config
-    stages = min(stages, SHARED_BYTES // max(row_bytes, 1) + 1)
-    return head, tail, stages, min(max(head // per_warp, 1), 32)
+    per_warp, stages, wanted = config
+    stages = min(stages, SHARED_BYTES // row_bytes + 1)
+    programs = programs_for(rows, 1, num_groups, max(stages - 1, 1) * row_bytes, wanted)
+    return programs, (head, tail, stages), min(max(head // per_warp, 1), 32)
 
 
 def _allocate(h13: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,24 +203,23 @@ def swiglu_aligned(h13: Tensor, rounding: str, group_ends: Tensor | None = None)
     returns data (T, H) float8_e4m3fn contiguous; scale (T,) fp32, powers of two or NaN; amax (G, H) fp32
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    num_groups, groups = _check(h13, rounding, group_ends)
+    groups = _check(h13, rounding, group_ends)
     data, scale, amax = _allocate(h13, group_ends)
     if data.numel() == 0:
         return data, scale.fill_(EMPTY_SCALE), amax.zero_()
     h13 = _with_whole_rows(h13)
     rows, hidden = data.shape
-    *parts, warps = _config(hidden, 2 * hidden * h13.element_size(), FORWARD)
-    shares = share_rows(rows, 1, num_groups, FORWARD[2])
-    partial = new_partial(h13, shares[1], hidden)
+    programs, parts, warps = _config(rows, hidden, groups[0], 2 * hidden * h13.element_size(), FORWARD)
+    partial = new_partial(h13, programs, hidden)
     launch(
         swiglu_aligned_kernel,
-        shares[1],
+        programs,
         (h13, data, scale, partial, group_ends),
-        (rows, hidden, h13.stride(0), *shares, num_groups),
-        (rounding, groups, *parts),
+        (rows, hidden, h13.stride(0), programs, groups[0]),
+        (rounding, groups[1], *parts),
         warps,
     )
-    merge_maxima(partial, amax, group_ends, *shares, num_groups, groups)
+    merge_maxima(partial, amax, group_ends, rows, programs, groups)
     return data, scale, amax
 
 
@@ -238,7 +247,7 @@ def swiglu_aligned_backward(
             `swiglu_aligned` returns
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    num_groups, groups = _check(h13, rounding, group_ends)
+    groups = _check(h13, rounding, group_ends)
     check_source(dh, "dh", (2,))
     rows, hidden = h13.shape[0], h13.shape[1] // 2
     if dh.shape != (rows, hidden):
@@ -248,18 +257,17 @@ def swiglu_aligned_backward(
         return data, scale.fill_(EMPTY_SCALE), amax.zero_(), h_data, h_scale.fill_(EMPTY_SCALE)
     dh, h13 = _with_whole_rows(dh), _with_whole_rows(h13)
     row_bytes = hidden * (2 * h13.element_size() + dh.element_size())
-    *parts, warps = _config(hidden, row_bytes, BACKWARD)
-    shares = share_rows(rows, 1, num_groups, BACKWARD[2])
-    partial = new_partial(h13, shares[1], 2 * hidden)
+    programs, parts, warps = _config(rows, hidden, groups[0], row_bytes, BACKWARD)
+    partial = new_partial(h13, programs, 2 * hidden)
     launch(
         swiglu_aligned_backward_kernel,
-        shares[1],
+        programs,
         (dh, h13, data, scale, h_data, h_scale, partial, group_ends),
-        (rows, hidden, dh.stride(0), h13.stride(0), *shares, num_groups),
-        (rounding, groups, *parts),
+        (rows, hidden, dh.stride(0), h13.stride(0), programs, groups[0]),
+        (rounding, groups[1], *parts),
         warps,
     )
-    merge_maxima(partial, amax, group_ends, *shares, num_groups, groups)
+    merge_maxima(partial, amax, group_ends, rows, programs, groups)
     return out
 
 

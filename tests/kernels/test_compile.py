@@ -114,14 +114,18 @@ def quantize_case(along_k, along_t, layout, groups=0):
 
 def aligned_case(features, with_amax, groups=0):
     head, tail = quantize_aligned.row_parts(features)
+    x = torch.empty(32768, features, dtype=torch.bfloat16, device="meta")
+    per_warp, stages = quantize_aligned.ELEMENTS_PER_WARP, 1
+    if with_amax:
+        per_warp, stages, _ = quantize_aligned.config_with_amax(x)
     return quantize_aligned.aligned_along_k_kernel, {
-        "num_warps": head // quantize_aligned.ELEMENTS_PER_WARP,
+        "num_warps": head // per_warp,
         "ROUNDING": RCEIL,
         "WITH_AMAX": with_amax,
         "GROUPS": groups,
         "HEAD": head,
         "TAIL": tail,
-        "STAGES": quantize_aligned.AMAX_STAGES,
+        "STAGES": stages,
     }
 
 
@@ -181,7 +185,8 @@ def swiglu_case(backward, along_t):
 def swiglu_aligned_case(hidden, backward, groups=8):
     kernel = swiglu_aligned.swiglu_aligned_backward_kernel if backward else swiglu_aligned.swiglu_aligned_kernel
     config = swiglu_aligned.BACKWARD if backward else swiglu_aligned.FORWARD
-    head, tail, stages, num_warps = swiglu_aligned._config(hidden, hidden * (6 if backward else 4), config)
+    row_bytes = hidden * (6 if backward else 4)
+    _, (head, tail, stages), num_warps = swiglu_aligned._config(32768, hidden, 8, row_bytes, config)
     return kernel, {
         "num_warps": num_warps,
         "ROUNDING": RCEIL,
