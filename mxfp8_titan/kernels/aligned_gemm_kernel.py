@@ -176,9 +176,6 @@ def _multiply_tiles(
     tile = gl.program_id(0)
     group, first_tile, start, end, base = _first_group(tile, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N)
     row, col, length = _place(tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND)
-    # The lower half stays behind the upper from the start, so that they are not between two tiles at the same time.
-    if (PART == 1) & (group <= sizes.last_group) & (length > (STAGES - 1) * TILE_K):
-        mbarrier.wait(ready.index(STAGES - 1), 0)
     while group <= sizes.last_group:
         blocks = gl.cdiv(length, TILE_K)
         row += PART * HALF_M
