@@ -97,7 +97,7 @@ def _launch(
             Boxes(b, (b.numel() // depth, depth), (depth, 1), (TILE_N, GROUP_TILE), OPERAND_LAYOUT),
             Boxes(out, (out.numel() // cols, cols), (cols, 1), (BLOCK_SIZE, box_n), OUT_LAYOUTS[out.dtype]),
         ),
-        (a_scale, b_scale, group_ends),
+        (a_scale, b_scale, group_ends, out),
         sizes,
         (over_t, TILE_M, TILE_N, STAGES[out.dtype], BAND, REGISTERS),
         NUM_WARPS,
@@ -114,7 +114,7 @@ def aligned_gemm(
 
     a: (T, K) float8_e4m3fn contiguous; a_scale: (T,) fp32
     b: (E, N, K) float8_e4m3fn contiguous; b_scale: (E, N) fp32. Without group_ends (N, K) and (N,)
-    group_ends: (E,) int32, sizes multiples of 32. Rows past the last end may hold anything.
+    group_ends: (E,) int32, any sizes. Rows past the last end may hold anything.
     returns (T, N) bf16 or fp32, zeros past the last group end
     Raises: ValueError or TypeError for what the arguments above don't allow, and unless K and N are multiples of 32.
     """
@@ -128,7 +128,7 @@ def aligned_gemm(
     (tokens, depth), cols = a.shape, b.shape[-2]
     _check_multiple(depth, "K")
     _check_multiple(cols, "N")
-    num_groups, _ = check_groups(group_ends, a, tokens, BLOCK_SIZE)
+    num_groups, _ = check_groups(group_ends, a, tokens)
     if num_groups and num_groups != b.shape[0]:
         raise ValueError(f"group_ends has {num_groups} entries, needs one for each of {b.shape[0]} experts")
     _check_device(a)
@@ -169,7 +169,7 @@ def aligned_gemm_over_t(
     rows //= parts
     _check_multiple(rows, "N / parts")
     _check_multiple(cols, "K")
-    num_groups, _ = check_groups(group_ends, a, tokens, BLOCK_SIZE)
+    num_groups, _ = check_groups(group_ends, a, tokens)
     if tokens % BLOCK_SIZE:
         raise ValueError(f"T' is {tokens}, needs a multiple of {BLOCK_SIZE}: fill it up with zeros")
     _check_device(a)

@@ -45,7 +45,10 @@ TILE_K = gl.constexpr(GROUP_TILE)
 """Elements of the contraction between two additions in fp32."""
 
 BOX_M = gl.constexpr(BLOCK_SIZE)
-"""Rows written at once. Group sizes are multiples of it, so that a box is written whole or not at all."""
+"""Rows that the copy engine writes at once, if all of them belong to the group."""
+
+PIECE_M = gl.constexpr(16)
+"""Rows of a box cut by the end of its group that the threads write at once."""
 
 
 @gluon.jit
@@ -162,7 +165,7 @@ def _multiply_stage(
 
 @gluon.jit
 def _multiply_tiles(
-    c_desc, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
+    c_desc, c_ptr, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
     OVER_T: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
@@ -212,7 +215,8 @@ def _multiply_tiles(
                 acc0, acc1 = _multiply_stage(
                     acc0, acc1, zeros, step + blocks - 1, a_tiles, b_tiles, ready, empty, STAGES, PART, TILE_K // 2
                 )
-            _store_half(c_desc, c_tile, acc0, scale_m, gl.convert_layout(scale_n0, scales_n), row, row_end, col)
+            scale_n0 = gl.convert_layout(scale_n0, scales_n)
+            _store_half(c_desc, c_ptr, c_tile, acc0, scale_m, scale_n0, row, row_end, col, sizes.cols, OVER_T)
             # While the copy engine reads the first half.
             group, first_tile, start, end, base = _next_group(
                 tile, group, first_tile, start, end, base, group_ends_ptr, sizes, OVER_T, TILE_M, TILE_N
@@ -221,7 +225,7 @@ def _multiply_tiles(
                 tile - first_tile, group, start, end, sizes, OVER_T, TILE_M, TILE_N, BAND
             )
             scale_n1 = gl.convert_layout(scale_n1, scales_n)
-            _store_half(c_desc, c_tile, acc1, scale_m, scale_n1, row, row_end, col + HALF_N)
+            _store_half(c_desc, c_ptr, c_tile, acc1, scale_m, scale_n1, row, row_end, col + HALF_N, sizes.cols, OVER_T)
         else:
             for s in range(step, step + blocks):
                 mbarrier.wait(ready.index(s % STAGES), (s // STAGES) & 1)
@@ -239,8 +243,14 @@ def _multiply_tiles(
 
 
 @gluon.jit
-def _store_half(c_desc, c_tile, acc, scale_m, scale_n, row, row_end, col):
-    """Writes acc * scale_m * scale_n, 64 x 128, in boxes of 32 rows x 128 bytes, leaving out those past row_end."""
+def _store_half(
+    c_desc, c_ptr, c_tile, acc, scale_m, scale_n, row, row_end, col, cols, WHOLE_BOXES: gl.constexpr
+):  # fmt: skip
+    """Writes acc * scale_m * scale_n, 64 x 128, up to row_end, in boxes of 32 rows x 128 bytes.
+
+    A box that row_end cuts would reach into the next group: the threads write its rows, unless WHOLE_BOXES says that
+    there is none.
+    """
     BOX_N: gl.constexpr = c_desc.block_shape[1]
     BOXES_M: gl.constexpr = acc.shape[0] // BOX_M
     BOXES_N: gl.constexpr = acc.shape[1] // BOX_N
@@ -251,18 +261,41 @@ def _store_half(c_desc, c_tile, acc, scale_m, scale_n, row, row_end, col):
     gl.thread_barrier()
     boxes = c_tile._reinterpret(c_tile.dtype, [BOXES_M * BOXES_N, BOX_M, BOX_N], c_desc.layout)
     for i in gl.static_range(BOXES_M):
-        if row + i * BOX_M < row_end:
+        first = row + i * BOX_M
+        last = first + BOX_M
+        if WHOLE_BOXES:
+            last = first + 1
+        if last <= row_end:
             for j in gl.static_range(BOXES_N):
                 box = boxes.index(j * BOXES_M + i)
-                tma.async_copy_shared_to_global(c_desc, [row + i * BOX_M, col + j * BOX_N], box)
+                tma.async_copy_shared_to_global(c_desc, [first, col + j * BOX_N], box)
+    if not WHOLE_BOXES:  # noqa: SIM102 - decided when compiled
+        if (row_end - row < acc.shape[0]) & ((row_end - row) % BOX_M != 0):
+            for i in gl.static_range(acc.shape[0] // PIECE_M):
+                first = row + i * PIECE_M
+                if (first < row_end) & (row + (i * PIECE_M // BOX_M + 1) * BOX_M > row_end):
+                    _store_piece(c_ptr, c_tile.slice(i * PIECE_M, PIECE_M, 0), first, row_end, col, cols)
+            # Before another half is written over this one.
+            gl.thread_barrier()
+
+
+@gluon.jit
+def _store_piece(c_ptr, piece, row, row_end, col, cols):
+    """Writes the rows of `piece`, in shared memory, that lie in front of row_end, and its columns in front of cols."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    offs_m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
+    offs_n = col + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
+    c_ptrs = c_ptr + gl.expand_dims(offs_m.to(gl.int64) * cols, 1) + gl.expand_dims(offs_n, 0)
+    mask = gl.expand_dims(offs_m < row_end, 1) & gl.expand_dims(offs_n < cols, 0)
+    gl.store(c_ptrs, piece.load(layout), mask=mask)
 
 
 @gluon.jit(
     do_not_specialize=["tokens", "rows", "cols", "depth", "a_first", "a_rows", "num_groups", "last_group"],
-    do_not_specialize_on_alignment=["a_scale_ptr", "b_scale_ptr", "group_ends_ptr"],
+    do_not_specialize_on_alignment=["a_scale_ptr", "b_scale_ptr", "group_ends_ptr", "c_ptr"],
 )
 def aligned_gemm_kernel(
-    a_desc, b_desc, c_desc, a_scale_ptr, b_scale_ptr, group_ends_ptr,
+    a_desc, b_desc, c_desc, a_scale_ptr, b_scale_ptr, group_ends_ptr, c_ptr,
     tokens, rows, cols, depth, a_first, a_rows, num_groups, last_group,
     OVER_T: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
@@ -285,11 +318,11 @@ def aligned_gemm_kernel(
     gl.warp_specialize(
         [
             (_multiply_tiles, (
-                c_desc, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
+                c_desc, c_ptr, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
                 OVER_T, TILE_M, TILE_N, STAGES, BAND, 0,
             )),
             (_multiply_tiles, (
-                c_desc, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
+                c_desc, c_ptr, c_tiles, a_tiles, b_tiles, ready, empty, a_scale_ptr, b_scale_ptr, group_ends_ptr, sizes,
                 OVER_T, TILE_M, TILE_N, STAGES, BAND, 1,
             )),
             (_load_tiles, (

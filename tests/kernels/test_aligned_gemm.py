@@ -71,6 +71,8 @@ GROUPED = {
     "33 experts": (128, 256, [32 * (i % 5) for i in range(33)], 2112),
     "256 experts": (128, 128, [32 * (i % 2) for i in range(256)], 4100),
     "many tiles": (256, 2048, [1504, 32, 2528], 4096),
+    "sizes of no multiple": (160, 288, [1, 2, 33, 0, 100, 127, 129, 31], 500),
+    "one row a group": (128, 256, [1] * 40, 40),
 }
 """name: (K, N, group sizes, T)"""
 
@@ -137,6 +139,7 @@ OVER_T = {
     "odd N and K": (96, 160, [64, 96, 32]),
     "33 experts": (64, 256, [32 * (i % 5) for i in range(33)]),
     "many tiles": (2048, 2304, [512, 2016]),
+    "sizes of no multiple": (128, 256, [1, 2, 33, 0, 100, 127, 129, 31]),
 }
 """name: (N, K, group sizes)"""
 

@@ -331,6 +331,7 @@ def compile_aligned_gemm(over_t, out_dtype):
     }
     types = {name: f"tensordesc<{dtype}{box},{layout!r}>" for name, (dtype, box, layout) in boxes.items()}
     types |= {"a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "group_ends_ptr": "*i32"}
+    types["c_ptr"] = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[out_dtype]
     constants = {
         "OVER_T": over_t,
         "TILE_M": aligned_gemm.TILE_M,
