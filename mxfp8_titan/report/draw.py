@@ -52,7 +52,7 @@ def draw_speeds(rows: list[Row], path: Path) -> None:
     base = next(row.median_tps for row in rows if row.name == BASELINE)
     limits = [row.limit.free_casts * base if row.limit else 0 for row in rows]
     spread = [[row.median_tps - row.min_tps for row in rows], [row.max_tps - row.median_tps for row in rows]]
-    colours = ["tab:gray" if row.name.startswith(BASELINE) else "tab:blue" for row in rows]
+    colours = ["tab:gray" if row.converted == "nothing" else "tab:blue" for row in rows]
     names = [row.name for row in rows]
     axes.barh(names, [row.median_tps for row in rows], xerr=spread, color=colours, capsize=3, height=0.6,
               error_kw={"alpha": 0.6})  # fmt: skip

@@ -43,7 +43,10 @@ GPU_KERNELS = (
     (ELEMENTWISE, r"^triton_(poi|per|red|for)_"),
     (GEMM_OWN, r"^_?aligned_gemm|^gemm_(of_rows|over_t)"),
     # One kernel computes silu(h1) * h3, or its gradient, and quantizes it.
-    (QUANTIZATION, r"^_?(re)?quantize|^_?aligned_|column_amax|merge_maxima|padded_group_ends|^(un)?swizzle|^_?swiglu"),
+    (
+        QUANTIZATION,
+        r"^_?(re)?quantize|^_?align(ed|ment)_|column_amax|merge_maxima|padded_group_ends|^(un)?swizzle|^_?swiglu",
+    ),
     # Tokens to their experts and back.
     (COPIES, r"^(gather|sum|zero)_(rows|groups)"),
     # Attention is built from CUTLASS too.

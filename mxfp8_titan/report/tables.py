@@ -170,6 +170,8 @@ def breakdown_notes(runs: list[Run]) -> list[str]:
         "communication only where nothing else runs. In brackets the sum of durations, overlaps counted twice. "
         "Communication includes waiting for other ranks. The profiler's own cost is in the wall time."
     ]
+    if any(kinds.GEMM_OWN in run.breakdown.summed_ms for run in traced):
+        said.append("Our kernel multiplies dense and grouped operands under one name.")
     if first.source == "CPU operators":
         said.append(
             "Experts that multiply in a loop count as dense GEMMs, compiled code and autograd's own work as other."
