@@ -2,8 +2,8 @@
 
 python -m mxfp8_titan.bench.products check | gemms | grouped [--quick]
 
-Prints one Markdown table, line by line. Knows no backend by name: it asks select.py what runs here. Shapes of the
-grouped table are those of docs/backends.md.
+Prints one Markdown table, line by line. What is timed is what select.py says runs here. Shapes of the grouped table
+are those of docs/backends.md.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
+from mxfp8_titan.backends.blackwell import BLACKWELL
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.backends.select import current_device, select
@@ -67,10 +68,16 @@ def fast_recipes() -> list[tuple[Recipe, Backend]]:
 
 
 def check_all() -> Iterator[Check]:
-    """The dot_scaled kernels on any GPU, then all products of this GPU's recipes."""
+    """The dot_scaled kernels and the backend made of them, native or emulated, then all products of this GPU's recipes."""
+    if current_device().capability < (8, 9):
+        yield Check("tl.dot_scaled kernels", True, f"skipped: Triton has no E4M3 for {current_device()}")
+        return
     for grouped in (False, True):
         yield _check_own_kernel(grouped)
-    for recipe, backend in fast_recipes():
+    recipes = fast_recipes()
+    if BLACKWELL not in [backend for _, backend in recipes]:
+        recipes.append((recipe_from(MX(gemm="own"), "mxfp8_cublas_rceil"), BLACKWELL))
+    for recipe, backend in recipes:
         for grouped in (False, True):
             for name, function in (("linear", _linear), ("SwiGLU MLP", _mlp)):
                 what = f"{recipe.name}, gemm={recipe.gemm}: {'experts' if grouped else 'dense'}, {name}"

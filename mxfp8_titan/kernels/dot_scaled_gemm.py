@@ -12,6 +12,7 @@ Source: Triton's tutorial "Block Scaled Matrix Multiplication", for the shape of
 """
 
 import functools
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -86,7 +87,7 @@ def round_to(acc, dtype: tl.constexpr):
         return acc.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tiles_t", "num_groups"])
 def gemm_of_rows_kernel(
     a_desc, a_scale_desc, b_desc, b_scale_desc, a2_desc, a2_scale_desc, b2_desc, b2_scale_desc,
     out_ptr, group_ends_ptr, T, N, K, stride_ot, tiles_t, tiles_n, num_groups,
@@ -127,7 +128,7 @@ def gemm_of_rows_kernel(
         tl.store(out, round_to(acc, out_ptr.dtype.element_ty), mask=(t < write_end) & (n < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "experts", "num_groups"])
 def gemm_over_t_kernel(
     a_desc, a_scale_desc, b_desc, b_scale_desc, out_ptr, group_ends_ptr,
     T, N, K, experts, tiles_n, tiles_k, num_groups,
@@ -208,6 +209,13 @@ def _programs(device: torch.device, name: str) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR[name]
 
 
+def _launch(kernel: triton.JITFunction, grid: int, num_warps: int, a_boxes: TensorDescriptor, *arguments) -> None:
+    """By Triton's own path, which builds the tensor maps; not for small products, where it shows."""
+    device = a_boxes.base.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(grid,)](a_boxes, *arguments, num_warps=num_warps)
+
+
 def _check_operand(data: Tensor, name: str) -> None:
     if data.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name} is {data.dtype}, needs float8_e4m3fn")
@@ -238,6 +246,10 @@ def gemm_of_rows(pairs: list[tuple[Tensor, Tensor, Tensor, Tensor]], group_ends:
     num_groups, groups = check_groups(group_ends, a, tokens)
     if num_groups != (b.shape[0] if b.ndim == 3 else 0):
         raise ValueError(f"b is {tuple(b.shape)}, group_ends has {num_groups} entries: one matrix per group is needed")
+    if out.shape != (tokens, b.shape[-2]) or out.stride(1) != 1:
+        raise ValueError(
+            f"out is {tuple(out.shape)} with strides {out.stride()}, needs {(tokens, b.shape[-2])}, rows contiguous"
+        )
     if out.numel() == 0:
         return
     if depth == 0:
@@ -256,10 +268,10 @@ def gemm_of_rows(pairs: list[tuple[Tensor, Tensor, Tensor, Tensor]], group_ends:
     tiles_t = ceil_div(tokens + GROUP_TILE * num_groups, GROUP_TILE)
     tiles_n = ceil_div(out.shape[1], TILE_N)
     grid = min(tiles_t * tiles_n, _programs(a.device, "rows"))
-    gemm_of_rows_kernel[(grid,)](
-        *boxes, *(boxes if len(pairs) == 1 else ()),
+    _launch(
+        gemm_of_rows_kernel, grid, NUM_WARPS["rows"], *boxes, *(boxes if len(pairs) == 1 else ()),
         out, group_ends, tokens, out.shape[1], depth, out.stride(0), tiles_t, tiles_n, num_groups,
-        groups, len(pairs), TILE_N, STAGES["rows"], num_warps=NUM_WARPS["rows"],
+        groups, len(pairs), TILE_N, STAGES["rows"],
     )  # fmt: skip
 
 
@@ -278,6 +290,9 @@ def gemm_over_t(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_en
         raise ValueError(f"a has {a.shape[1]} tokens, b has {b.shape[1]}: they need the same")
     rows, tokens = a.shape
     num_groups, groups = check_groups(group_ends, a, tokens, BLOCK_SIZE)
+    shape = *((num_groups,) if num_groups else ()), rows, b.shape[0]
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}, needs {shape}, contiguous")
     if out.numel() == 0:
         return
     if tokens == 0:
@@ -288,7 +303,8 @@ def gemm_over_t(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_en
     boxes = (
         _data_boxes(a, TILE.value), _scale_boxes(a_scale, 1, 1), _data_boxes(b, TILE.value), _scale_boxes(b_scale, 1, 1)
     )  # fmt: skip
-    gemm_over_t_kernel[(min(experts * tiles_n * tiles_k, _programs(a.device, "over_t")),)](
-        *boxes, out, group_ends, tokens, rows, b.shape[0], experts, tiles_n, tiles_k, num_groups,
-        groups, STAGES["over_t"], num_warps=NUM_WARPS["over_t"],
+    grid = min(experts * tiles_n * tiles_k, _programs(a.device, "over_t"))
+    _launch(
+        gemm_over_t_kernel, grid, NUM_WARPS["over_t"], *boxes,
+        out, group_ends, tokens, rows, b.shape[0], experts, tiles_n, tiles_k, num_groups, groups, STAGES["over_t"],
     )  # fmt: skip

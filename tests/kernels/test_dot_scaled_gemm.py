@@ -145,7 +145,7 @@ def test_no_tokens_give_zeros(device):
     out = torch.full((32, 32), float("nan"), device=device)
     gemm_over_t(a, scale, a, scale, None, out)
     assert (out == 0).all()
-    gemm_of_rows([(a.t(), scale, a.t(), scale)], None, out.t()[:0])
+    gemm_of_rows([(a.t(), scale, out.to(a.dtype), scale)], None, out[:0])
 
 
 def test_wrong_operands_are_named(device):
@@ -155,6 +155,8 @@ def test_wrong_operands_are_named(device):
         gemm_of_rows([pair], ends[:2], want)
     with pytest.raises(ValueError, match=r"b is \(3, 64, 96\) with strides .* contiguous"):
         gemm_of_rows([(a, a_scale, b.mT.contiguous().mT, b_scale)], ends, want)
+    with pytest.raises(ValueError, match=r"out is \(64, 256\) .* needs \(256, 64\)"):
+        gemm_of_rows([pair], ends, want.t())
     with pytest.raises(TypeError, match=r"a is torch.float32"):
         gemm_of_rows([(a.float(), a_scale, b, b_scale)], ends, want)
 
