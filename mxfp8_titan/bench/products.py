@@ -68,7 +68,7 @@ def fast_recipes() -> list[tuple[Recipe, Backend]]:
 
 
 def check_all() -> Iterator[Check]:
-    """The dot_scaled kernels and the backend made of them, native or emulated, then all products of this GPU's recipes."""
+    """The dot_scaled kernels and the backend made of them, native or emulated, then this GPU's own recipes."""
     if current_device().capability < (8, 9):
         yield Check("tl.dot_scaled kernels", True, f"skipped: Triton has no E4M3 for {current_device()}")
         return
