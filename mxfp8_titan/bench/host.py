@@ -18,8 +18,11 @@ from mxfp8_titan.kernels import (
     quantize_32x32,
     quantize_aligned,
     quantize_aligned_t,
+    quantize_aligned_weights,
     scale_swizzle,
     swiglu,
+    swiglu_aligned,
+    zero_rows,
 )
 
 
@@ -29,7 +32,9 @@ def launchers() -> dict[str, Callable[[], object]]:
     w = torch.randn(2, 256, 256, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([128, 256], device="cuda", dtype=torch.int32)
     scale = torch.ones(256, 8, device="cuda", dtype=torch.uint8)
+    h13 = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     data, row_scale, amax = quantize_aligned.quantize_aligned_along_k_with_amax(x, RCEIL, ends)
+    w_amax = quantize_aligned_weights.quantize_aligned_weights([w], RCEIL)[2]
     torch.cuda.synchronize()
     return {
         "quantize_along_k": lambda: quantize.quantize_along_k(x, RCEIL),
@@ -47,6 +52,14 @@ def launchers() -> dict[str, Callable[[], object]]:
             data, row_scale, amax, RCEIL, ends
         ),
         "quantize_aligned_along_t": lambda: quantize_aligned_t.quantize_aligned_along_t(x, RCEIL, ends),
+        "padded_group_ends": lambda: quantize_aligned_t.padded_group_ends(ends),
+        "quantize_aligned_weights": lambda: quantize_aligned_weights.quantize_aligned_weights([w, w], RCEIL),
+        "quantize_aligned_weights_along_n": lambda: quantize_aligned_weights.quantize_aligned_weights_along_n(
+            [w, w], w_amax, RCEIL
+        ),
+        "swiglu_aligned": lambda: swiglu_aligned.swiglu_aligned(h13, RCEIL, ends),
+        "swiglu_aligned_backward": lambda: swiglu_aligned.swiglu_aligned_backward(x, h13, RCEIL, ends),
+        "zero_rows_past": lambda: zero_rows.zero_rows_past(x, ends),
         "quantize_32x32_both": lambda: quantize_32x32.quantize_32x32_both(w, RCEIL, PLAIN),
         "swizzle": lambda: scale_swizzle.swizzle(scale),
         "swizzle_t_groups": lambda: scale_swizzle.swizzle_t_groups(scale, ends),

@@ -10,7 +10,15 @@ from torch import Tensor
 from mxfp8_titan.bench.results import Row, print_table
 from mxfp8_titan.bench.timing import device_us
 from mxfp8_titan.format import BLOCKED, FLOOR, PLAIN, RCEIL
-from mxfp8_titan.kernels import quantize, quantize_32x32, quantize_aligned, quantize_aligned_t, swiglu
+from mxfp8_titan.kernels import (
+    quantize,
+    quantize_32x32,
+    quantize_aligned,
+    quantize_aligned_t,
+    quantize_aligned_weights,
+    swiglu,
+    swiglu_aligned,
+)
 from mxfp8_titan.reference import quantize as ref
 from mxfp8_titan.reference import quantize_32x32 as ref_32x32
 from mxfp8_titan.reference import quantize_aligned as ref_aligned
@@ -47,6 +55,23 @@ def _requantize_arguments(x: Tensor) -> tuple:
     ends = uneven_ends(x.shape[0], 8)
     data, scale, amax = quantize_aligned.quantize_aligned_along_k_with_amax(x, RCEIL, ends)
     return data, scale, amax, ends
+
+
+def _two_parts(w: Tensor) -> tuple:
+    """w cut along N, as w1 and w3 are joined."""
+    return (list(w.chunk(2, 1)),)
+
+
+def _two_parts_and_amax(w: Tensor) -> tuple:
+    ws = list(w.chunk(2, 1))
+    return ws, quantize_aligned_weights.quantize_aligned_weights(ws, RCEIL)[2]
+
+
+def _swiglu_groups(x: Tensor) -> tuple:
+    """dh, h13 and even groups of tokens."""
+    tokens = x.shape[0]
+    ends = torch.arange(1, 17, device="cuda") * (tokens // 16)
+    return x * 0.1, torch.cat([x, x.roll(1, 0)], 1), ends.to(torch.int32)
 
 
 def _three(x: Tensor) -> tuple:
@@ -92,6 +117,24 @@ OPS = (
         expected=lambda data, scale, amax, ends, r: ref_aligned.requantize_aligned_along_t(
             ref_aligned.Aligned(data, scale), amax, ends, r
         ),
+    ),
+    Op(
+        "quantize_aligned_weights", ">= 0.85", WEIGHTS, 3,
+        quantize_aligned_weights.quantize_aligned_weights, _two_parts,
+        expected=ref_aligned.quantize_aligned_weights,
+    ),
+    Op(
+        "quantize_aligned_weights_along_n", ">= 0.85", WEIGHTS, 3,
+        quantize_aligned_weights.quantize_aligned_weights_along_n, _two_parts_and_amax,
+        expected=ref_aligned.quantize_aligned_weights_along_n,
+    ),
+    Op(
+        "swiglu_aligned", ">= 0.85", TOKENS, 5,
+        lambda dh, h13, ends, r: swiglu_aligned.swiglu_aligned(h13, r, ends), _swiglu_groups,
+    ),
+    Op(
+        "swiglu_aligned_backward", ">= 0.80", TOKENS, 9,
+        lambda dh, h13, ends, r: swiglu_aligned.swiglu_aligned_backward(dh, h13, r, ends), _swiglu_groups,
     ),
     Op(
         "swiglu_forward", ">= 0.85", TOKENS[:1], 5 + 1 / 32,
