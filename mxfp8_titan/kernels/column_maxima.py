@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxfp8_titan.kernels.launch import ceil_div, launch
+from mxfp8_titan.kernels.launch import ceil_div, launch, new_tensor
 
 MULTIPROCESSORS = 132
 """Programs are a multiple of this, and few, since each leaves a whole row of maxima."""
@@ -22,8 +22,8 @@ MAX_PROGRAMS = 8 * MULTIPROCESSORS
 MIN_ROWS = 16
 """Fewest rows of a program."""
 
-ROWS, COLUMNS, NUM_WARPS = 32, 32, 4
-"""Maxima that the merging kernel holds at once, warps."""
+ROWS, COLUMNS, NUM_WARPS = (32, 16), (32, 128), 4
+"""Maxima that the merging kernel holds at once, of one group and of several, which have fewer programs each; warps."""
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def programs_of_groups(programs, T, group_ends_ptr, num_groups, GROUPS: tl.const
     rows = tl.cdiv(tl.sum(size, 0), programs - tl.arange(0, 16) * num_groups // 15)
     rows = tl.maximum(rows, 1)
     wanted = tl.sum(tl.cdiv(size[None, :], rows[:, None]), 1)
-    count = tl.cdiv(size, tl.min(tl.where(wanted <= programs, rows, T), 0))
+    count = tl.cdiv(size, tl.min(tl.where(wanted <= programs, rows, tl.maximum(T, 1)), 0))
     return start, end, count
 
 
@@ -111,12 +111,15 @@ def programs_for(rows: int, experts: int, num_groups: int, bytes_on_their_way: i
     """
     programs = min(max(wanted // bytes_on_their_way, 1) * MULTIPROCESSORS, MAX_PROGRAMS)
     programs = min(max(programs // experts, 1), ceil_div(rows, MIN_ROWS))
-    return programs if programs >= 2 * num_groups else programs // 2 + num_groups
+    if num_groups:
+        return programs if programs >= 2 * num_groups else programs // 2 + num_groups
+    # Each has rows then: what a program without any would leave, no one would have written.
+    return ceil_div(rows, ceil_div(rows, programs))
 
 
 def new_partial(x: Tensor, programs: int, features: int) -> Tensor:
     """Scratch for the maxima."""
-    return x.new_empty((programs, features), dtype=torch.int32)
+    return new_tensor(x, (programs, features), torch.int32)
 
 
 def merge_maxima(
@@ -127,14 +130,15 @@ def merge_maxima(
     partial: (programs, K) int32, bits of fp32 numbers; (G * programs, K) without group_ends
     groups: as launch.check_groups returns them
     """
-    features = amax.shape[1]
-    grid = amax.shape[0] * ceil_div(features, COLUMNS)
+    num_amax, features = amax.shape
+    columns = COLUMNS[num_amax > 1]
+    grid = num_amax * ceil_div(features, columns)
     if grid:
         launch(
             merge_maxima_kernel,
             grid,
             (partial, amax, group_ends),
             (tokens, features, programs, groups[0]),
-            (groups[1], ROWS, COLUMNS),
+            (groups[1], ROWS[num_amax > 1], columns),
             NUM_WARPS,
         )

@@ -92,6 +92,17 @@ def can_load_words(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and stride_k == 1 and sizes % 16 == 0 and abs(stride_t) < 2**24
 
 
+def new_tensor(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty contiguous tensor on x's device, for half of the host time of x.new_empty."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return torch.empty_strided(shape, strides[::-1], dtype=dtype, device=x.device)
+
+
+_INTERPRETED = triton.knobs.runtime.interpret
+
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
@@ -110,11 +121,10 @@ def launch(
     by name, checks globals and asks each tensor for its type on every call. Kernels are compiled for what
     Triton specializes on (types, 16-byte pointers, integers that are 1 or multiples of 16), never for a token count.
     """
-    options = {"num_warps": num_warps} if maxnreg is None else {"num_warps": num_warps, "maxnreg": maxnreg}
-    if triton.knobs.runtime.interpret:
-        kernel[(grid,)](*map(_without_e8m0, tensors), *sizes, *constants, **options)
+    if _INTERPRETED:
+        kernel[(grid,)](*map(_without_e8m0, tensors), *sizes, *constants, num_warps=num_warps)
         return
-    device = tensors[0].device.index
+    device = tensors[0].get_device()
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     key = (
         id(kernel),
@@ -129,11 +139,13 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is not None and device == torch.cuda.current_device():
         stream = driver.active.get_current_stream(device)
-        no_hooks = None, None, None
+        # Three hooks, which there are none of, come before the kernel's own arguments.
         compiled.run(
-            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *pointers, *sizes, *constants
-        )
+            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *pointers, *sizes, *constants,
+        )  # fmt: skip
         return
+    options = {"num_warps": num_warps} if maxnreg is None else {"num_warps": num_warps, "maxnreg": maxnreg}
     with torch.cuda.device(device):
         _compiled[key] = kernel[(grid,)](*map(_without_e8m0, tensors), *sizes, *constants, **options)
 

@@ -34,6 +34,7 @@ from mxfp8_titan.kernels.launch import (
     check_groups,
     check_source,
     launch,
+    new_tensor,
     register_op,
 )
 from mxfp8_titan.kernels.tile import (
@@ -122,17 +123,17 @@ def allocate_along_k(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor,
     """Empty data, of x's shape, and scales."""
     *experts, rows, features = x.shape
     cols = features // BLOCK_SIZE
-    data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return data, x.new_empty(_scale_shape(experts, rows, cols, scale_layout, groups, False), dtype=torch.float8_e8m0fnu)
+    data = new_tensor(x, x.shape, torch.float8_e4m3fn)
+    return data, new_tensor(x, _scale_shape(experts, rows, cols, scale_layout, groups, False), torch.float8_e8m0fnu)
 
 
 def allocate_along_t(x: Tensor, scale_layout: str, groups: int) -> tuple[Tensor, Tensor]:
     """Empty data (..., features, tokens rounded up to 32) and scales."""
     *experts, rows, features = x.shape
     rows = round_up(rows, BLOCK_SIZE)
-    data = x.new_empty((*experts, features, rows), dtype=torch.float8_e4m3fn)
+    data = new_tensor(x, (*experts, features, rows), torch.float8_e4m3fn)
     shape = _scale_shape(experts, features, rows // BLOCK_SIZE, scale_layout, groups, True)
-    return data, x.new_empty(shape, dtype=torch.float8_e8m0fnu)
+    return data, new_tensor(x, shape, torch.float8_e8m0fnu)
 
 
 def _scale_shape(

@@ -5,6 +5,8 @@ magnitude of each feature in each group can be gathered on the way: it is what t
 (kernels.quantize_aligned_t), which then starts from the FP8 data.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,7 @@ from mxfp8_titan.kernels.launch import (
     check_groups,
     check_source,
     launch,
+    new_tensor,
     next_power_of_2,
     register_op,
 )
@@ -45,9 +48,9 @@ _EMPTY_SCALE = tl.constexpr(EMPTY_SCALE)
 ELEMENTS_PER_WARP = 1024
 """Elements of a row's head per warp."""
 
-SMALL, LARGE = (1024, 4), (512, 5)
+SMALL, LARGE = (1024, 4), ((512, 5), (1024, 3))
 """The same with column maxima, and rows of a program that are on their way at once; for a head below LARGE_HEAD, and
-from it on."""
+from it on, without and with token groups, which leave fewer programs without a full share if there are more of them."""
 
 LARGE_HEAD = 8192
 
@@ -152,6 +155,7 @@ def _load_part(x_ptr, readable, start, K, stride_xk, SIZE: tl.constexpr):
     return to_fp32(tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=(k < K) & readable, other=0.0))
 
 
+@lru_cache
 def row_parts(features: int) -> tuple[int, int]:
     """(head, tail): powers of two, or a tail of 0, that hold a row with few lanes left over. 5120 is 4096 + 1024."""
     whole = max(next_power_of_2(features), 128)
@@ -184,21 +188,28 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def _allocate_along_k(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    shape = x.shape
+    return new_tensor(x, shape, torch.float8_e4m3fn), new_tensor(x, shape[:-1], torch.float32)
 
 
 def _allocate_with_amax(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return *_allocate_along_k(x), x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
+    return *_allocate_along_k(x), new_tensor(x, (groups_of(x, group_ends), x.shape[-1]), torch.float32)
 
 
 def config_with_amax(x: Tensor, num_groups: int = 0) -> tuple[int, int, int]:
     """(elements per warp, rows on their way, programs of an expert) for x (T, K) or (E, N, K) with column maxima."""
-    rows, features = x.shape[-2:]
-    per_warp, stages = LARGE if row_parts(features)[0] >= LARGE_HEAD else SMALL
-    row_bytes = features * x.element_size()
+    *experts, rows, features = x.shape
+    return _config_with_amax(experts[0] if experts else 1, rows, features, x.element_size(), num_groups)
+
+
+@lru_cache
+def _config_with_amax(experts: int, rows: int, features: int, element: int, num_groups: int) -> tuple[int, int, int]:
+    large = row_parts(features)[0] >= LARGE_HEAD
+    per_warp, stages = LARGE[num_groups > 0] if large else SMALL
+    row_bytes = features * element
     stages = min(stages, SHARED_BYTES // row_bytes + 1)
-    experts = x.shape[0] if x.ndim == 3 else 1
-    return per_warp, stages, programs_for(rows, experts, num_groups, max(stages - 1, 1) * row_bytes, BYTES_ON_THEIR_WAY)
+    waiting = max(stages - 1, 1) * row_bytes
+    return per_warp, stages, programs_for(rows, experts, num_groups, waiting, BYTES_ON_THEIR_WAY)
 
 
 def launch_along_k(

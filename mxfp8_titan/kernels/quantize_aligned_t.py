@@ -25,7 +25,15 @@ from mxfp8_titan.kernels.e4m3 import (
     to_fp32,
 )
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import can_load_words, ceil_div, check_groups, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import (
+    can_load_words,
+    ceil_div,
+    check_groups,
+    check_source,
+    launch,
+    new_tensor,
+    register_op,
+)
 from mxfp8_titan.kernels.quantize_aligned import OPTIONAL_GROUPS, check_args, groups_of, strides
 from mxfp8_titan.kernels.tile import (
     BLOCK,
@@ -152,8 +160,8 @@ def _columns(x: Tensor, num_groups: int) -> int:
 def _allocate(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
     columns = _columns(x, 0 if group_ends is None else group_ends.shape[0])
     shape = (*x.shape[:-2], x.shape[-1], columns)
-    scale = x.new_empty((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
-    return x.new_empty(shape, dtype=torch.float8_e4m3fn), scale
+    scale = new_tensor(x, (groups_of(x, group_ends), x.shape[-1]), torch.float32)
+    return new_tensor(x, shape, torch.float8_e4m3fn), scale
 
 
 def _grid(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
@@ -269,7 +277,7 @@ def padded_group_ends(group_ends: Tensor) -> Tensor:
     Raises: TypeError for another dtype, ValueError for another shape.
     """
     num_groups, groups = check_groups(group_ends, group_ends, 2**31 - 1)
-    out = group_ends.new_empty((num_groups,))
+    out = new_tensor(group_ends, (num_groups,), torch.int32)
     launch(padded_group_ends_kernel, 1, (group_ends, out), (num_groups,), (GROUP_TILE, groups), NUM_WARPS)
     return out
 
@@ -287,5 +295,5 @@ register_op(
 register_op(
     "padded_group_ends(Tensor group_ends) -> Tensor",
     padded_group_ends,
-    lambda group_ends: group_ends.new_empty(group_ends.shape),
+    lambda group_ends: new_tensor(group_ends, group_ends.shape, torch.int32),
 )

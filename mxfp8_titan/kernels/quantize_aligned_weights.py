@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mxfp8_titan.format import GROUP_TILE
 from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial
-from mxfp8_titan.kernels.launch import ceil_div, check_blocks, check_choices, check_source, register_op
+from mxfp8_titan.kernels.launch import ceil_div, check_blocks, check_choices, check_source, new_tensor, register_op
 from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, check_row, config_with_amax, launch_along_k
 from mxfp8_titan.kernels.quantize_aligned_t import TILE_K, launch_along_t
 
@@ -40,9 +40,9 @@ def _allocate(ws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     first = ws[0]
     shape = (*first.shape[:-2], sum(w.shape[-2] for w in ws))
     return (
-        first.new_empty((*shape, first.shape[-1]), dtype=torch.float8_e4m3fn),
-        first.new_empty(shape, dtype=torch.float32),
-        first.new_empty((first.shape[0] if first.ndim == 3 else 1, first.shape[-1]), dtype=torch.float32),
+        new_tensor(first, (*shape, first.shape[-1]), torch.float8_e4m3fn),
+        new_tensor(first, shape, torch.float32),
+        new_tensor(first, (first.shape[0] if first.ndim == 3 else 1, first.shape[-1]), torch.float32),
     )
 
 
@@ -77,8 +77,8 @@ def quantize_aligned_weights(ws: list[Tensor], rounding: str) -> tuple[Tensor, T
 def _allocate_along_n(ws: list[Tensor]) -> tuple[Tensor, Tensor]:
     first = ws[0]
     shape = (*first.shape[:-2], first.shape[-1])
-    data = first.new_empty((*shape, sum(w.shape[-2] for w in ws)), dtype=torch.float8_e4m3fn)
-    return data, first.new_empty(shape, dtype=torch.float32)
+    data = new_tensor(first, (*shape, sum(w.shape[-2] for w in ws)), torch.float8_e4m3fn)
+    return data, new_tensor(first, shape, torch.float32)
 
 
 def quantize_aligned_weights_along_n(ws: list[Tensor], amax: Tensor, rounding: str) -> tuple[Tensor, Tensor]:

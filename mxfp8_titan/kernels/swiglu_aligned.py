@@ -5,6 +5,9 @@ of each group are gathered on the way (kernels.column_maxima): with them, an exp
 operands that contract tokens (kernels.quantize_aligned_t).
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,16 +28,19 @@ from mxfp8_titan.kernels.e4m3 import (
     to_e4m3,
     to_fp32,
 )
-from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, launch, register_op
+from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, launch, new_tensor, register_op
 from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, SHARED_BYTES, row_parts, store_zeros
 from mxfp8_titan.kernels.swiglu import sigmoid
 
 MAX_HIDDEN = 32768
 """Longest row of h: 1024 threads hold 32 elements of each tensor. Gradients spill registers from 16384 on."""
 
-FORWARD, BACKWARD = (1024, 3, 128 * 1024), (512, 4, 144 * 1024)
+FORWARD, BACKWARD, BACKWARD_WITH_TAIL = (1024, 3, 128 * 1024), (512, 3, 128 * 1024), (512, 4, 144 * 1024)
 """Elements of a row's head per warp, rows of a program that are on their way at once, and bytes that all programs of a
-multiprocessor wait for."""
+multiprocessor wait for. The last is for gradients in token groups with a tail, which would spill as two programs."""
+
+REGISTERS, MAX_REGISTERS = 65536, 248
+"""Of a multiprocessor, and the most of a thread."""
 
 
 @triton.jit
@@ -175,23 +181,34 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _config(
-    rows: int, hidden: int, num_groups: int, row_bytes: int, config: tuple[int, int, int]
-) -> tuple[int, tuple[int, int, int], int]:
-    """(programs, (head, tail, stages), warps) for rows of `hidden` features, for each of which row_bytes are read."""
+class _Config(NamedTuple):
+    programs: int
+    constants: tuple[int, int, int]
+    """HEAD, TAIL, STAGES"""
+    warps: int
+    registers: int
+    """Most registers of a thread with which the programs of a multiprocessor run at the same time."""
+
+
+@lru_cache
+def config_for(rows: int, hidden: int, num_groups: int, row_bytes: int, config: tuple[int, int, int]) -> _Config:
+    """For rows of `hidden` features, for each of which row_bytes are read; config: FORWARD or BACKWARD."""
     head, tail = row_parts(hidden)
     per_warp, stages, wanted = config
     stages = min(stages, SHARED_BYTES // row_bytes + 1)
-    programs = programs_for(rows, 1, num_groups, max(stages - 1, 1) * row_bytes, wanted)
-    return programs, (head, tail, stages), min(max(head // per_warp, 1), 32)
+    waiting = max(stages - 1, 1) * row_bytes
+    warps = min(max(head // per_warp, 1), 32)
+    registers = REGISTERS // (max(wanted // waiting, 1) * warps * 32) // 8 * 8
+    programs = programs_for(rows, 1, num_groups, waiting, wanted)
+    return _Config(programs, (head, tail, stages), warps, min(max(registers, 64), MAX_REGISTERS))
 
 
 def _allocate(h13: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, hidden = h13.shape[0], h13.shape[1] // 2
     return (
-        h13.new_empty((rows, hidden), dtype=torch.float8_e4m3fn),
-        h13.new_empty((rows,), dtype=torch.float32),
-        h13.new_empty((1 if group_ends is None else group_ends.shape[0], hidden), dtype=torch.float32),
+        new_tensor(h13, (rows, hidden), torch.float8_e4m3fn),
+        new_tensor(h13, (rows,), torch.float32),
+        new_tensor(h13, (1 if group_ends is None else group_ends.shape[0], hidden), torch.float32),
     )
 
 
@@ -209,28 +226,29 @@ def swiglu_aligned(h13: Tensor, rounding: str, group_ends: Tensor | None = None)
         return data, scale.fill_(EMPTY_SCALE), amax.zero_()
     h13 = _with_whole_rows(h13)
     rows, hidden = data.shape
-    programs, parts, warps = _config(rows, hidden, groups[0], 2 * hidden * h13.element_size(), FORWARD)
-    partial = new_partial(h13, programs, hidden)
+    config = config_for(rows, hidden, groups[0], 2 * hidden * h13.element_size(), FORWARD)
+    partial = new_partial(h13, config.programs, hidden)
     launch(
         swiglu_aligned_kernel,
-        programs,
+        config.programs,
         (h13, data, scale, partial, group_ends),
-        (rows, hidden, h13.stride(0), programs, groups[0]),
-        (rounding, groups[1], *parts),
-        warps,
+        (rows, hidden, h13.stride(0), config.programs, groups[0]),
+        (rounding, groups[1], *config.constants),
+        config.warps,
+        config.registers,
     )
-    merge_maxima(partial, amax, group_ends, rows, programs, groups)
+    merge_maxima(partial, amax, group_ends, rows, config.programs, groups)
     return data, scale, amax
 
 
 def _allocate_backward(h13: Tensor, group_ends: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, width = h13.shape
     return (
-        h13.new_empty((rows, width), dtype=torch.float8_e4m3fn),
-        h13.new_empty((rows,), dtype=torch.float32),
-        h13.new_empty((1 if group_ends is None else group_ends.shape[0], width), dtype=torch.float32),
-        h13.new_empty((rows, width // 2), dtype=torch.float8_e4m3fn),
-        h13.new_empty((rows,), dtype=torch.float32),
+        new_tensor(h13, (rows, width), torch.float8_e4m3fn),
+        new_tensor(h13, (rows,), torch.float32),
+        new_tensor(h13, (1 if group_ends is None else group_ends.shape[0], width), torch.float32),
+        new_tensor(h13, (rows, width // 2), torch.float8_e4m3fn),
+        new_tensor(h13, (rows,), torch.float32),
     )
 
 
@@ -257,17 +275,19 @@ def swiglu_aligned_backward(
         return data, scale.fill_(EMPTY_SCALE), amax.zero_(), h_data, h_scale.fill_(EMPTY_SCALE)
     dh, h13 = _with_whole_rows(dh), _with_whole_rows(h13)
     row_bytes = hidden * (2 * h13.element_size() + dh.element_size())
-    programs, parts, warps = _config(rows, hidden, groups[0], row_bytes, BACKWARD)
-    partial = new_partial(h13, programs, 2 * hidden)
+    with_tail = groups[0] > 0 and row_parts(hidden)[1] > 0
+    config = config_for(rows, hidden, groups[0], row_bytes, BACKWARD_WITH_TAIL if with_tail else BACKWARD)
+    partial = new_partial(h13, config.programs, 2 * hidden)
     launch(
         swiglu_aligned_backward_kernel,
-        programs,
+        config.programs,
         (dh, h13, data, scale, h_data, h_scale, partial, group_ends),
-        (rows, hidden, dh.stride(0), h13.stride(0), programs, groups[0]),
-        (rounding, groups[1], *parts),
-        warps,
+        (rows, hidden, dh.stride(0), h13.stride(0), config.programs, groups[0]),
+        (rounding, groups[1], *config.constants),
+        config.warps,
+        config.registers,
     )
-    merge_maxima(partial, amax, group_ends, rows, programs, groups)
+    merge_maxima(partial, amax, group_ends, rows, config.programs, groups)
     return out
 
 

@@ -27,11 +27,15 @@ def gpu():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Every tensor from new_empty is full of 0xA5, so that a byte nobody writes shows."""
-    new_empty = torch.Tensor.new_empty
+    """Every tensor from new_empty or empty_strided is full of 0xA5, so that a byte nobody writes shows."""
 
-    def poisoned_empty(self, *args, **kwargs):
-        out = new_empty(self, *args, **kwargs)
-        return out.view(torch.uint8).fill_(0xA5).view(out.dtype)
+    def poison(make):
+        def poisoned(*args, **kwargs):
+            out = make(*args, **kwargs)
+            out.view(torch.uint8).fill_(0xA5)
+            return out
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_empty)
+        return poisoned
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_strided", poison(torch.empty_strided))

@@ -184,11 +184,15 @@ def swiglu_case(backward, along_t):
 
 def swiglu_aligned_case(hidden, backward, groups=8):
     kernel = swiglu_aligned.swiglu_aligned_backward_kernel if backward else swiglu_aligned.swiglu_aligned_kernel
-    config = swiglu_aligned.BACKWARD if backward else swiglu_aligned.FORWARD
+    with_tail = quantize_aligned.row_parts(hidden)[1] > 0
+    config = swiglu_aligned.BACKWARD_WITH_TAIL if with_tail else swiglu_aligned.BACKWARD
+    config = config if backward else swiglu_aligned.FORWARD
     row_bytes = hidden * (6 if backward else 4)
-    _, (head, tail, stages), num_warps = swiglu_aligned._config(32768, hidden, 8, row_bytes, config)
+    config = swiglu_aligned.config_for(32768, hidden, 8, row_bytes, config)
+    head, tail, stages = config.constants
     return kernel, {
-        "num_warps": num_warps,
+        "num_warps": config.warps,
+        "maxnreg": config.registers,
         "ROUNDING": RCEIL,
         "GROUPS": groups,
         "HEAD": head,
@@ -210,8 +214,8 @@ def merge_case(groups):
     return column_maxima.merge_maxima_kernel, {
         "num_warps": column_maxima.NUM_WARPS,
         "GROUPS": groups,
-        "ROWS": column_maxima.ROWS,
-        "COLUMNS": column_maxima.COLUMNS,
+        "ROWS": column_maxima.ROWS[1],
+        "COLUMNS": column_maxima.COLUMNS[1],
     }
 
 
@@ -279,10 +283,10 @@ CASES = {
     "unswizzle k groups": (unswizzle_case(2, 8), 255, 0),
     "swiglu": (swiglu_case(False, True), 80, 0),
     "swiglu backward": (swiglu_case(True, False), 96, 0),
-    "swiglu aligned 5120": (swiglu_aligned_case(5120, False), 168, 0),
+    "swiglu aligned 5120": (swiglu_aligned_case(5120, False), 168, 16),
     "swiglu aligned 8192": (swiglu_aligned_case(8192, False), 128, 0),
     "swiglu aligned 8192 backward": (swiglu_aligned_case(8192, True), 128, 0),
-    "swiglu aligned 5120 backward": (swiglu_aligned_case(5120, True), 255, 0),
+    "swiglu aligned 5120 backward": (swiglu_aligned_case(5120, True), 216, 0),
     "swiglu aligned 32768": (swiglu_aligned_case(32768, False), 64, 256),
     "swiglu aligned 32768 backward": (swiglu_aligned_case(32768, True), 64, 1280),
     "merge maxima": (merge_case(16), 64, 0),
