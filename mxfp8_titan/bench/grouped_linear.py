@@ -1,10 +1,10 @@
 """A training step of grouped experts, MXFP8 on Hopper against bf16: quantization and all three products.
 
 Everything a step pays on the device is timed: x, w and dy are bf16 when the clock starts, y, dx and dw are bf16 when it
-stops. Each version is a CUDA graph, because a training step is queued ahead of the device: what the host needs for a call
-is a figure of its own. The limit is the three FP8 GEMMs alone, each by the faster of the library (full accumulation) and this project's kernel,
-plus every byte of quantization moved once at copy bandwidth: x, w and dy read in bf16 and written in FP8 for two
-products.
+stops. Each version is a CUDA graph, because a training step is queued ahead of the device; the host's own time for a
+call is printed. The limit is the three FP8 GEMMs alone, each by the faster of the library (full accumulation) and this
+project's kernel, plus every byte of quantization moved once at copy bandwidth: x, w and dy read in bf16 and written in
+FP8 for two products.
 """
 
 import csv

@@ -71,8 +71,17 @@ def environment(commit: str | None = None) -> dict[str, str]:
 
 
 def write(path: Path, env: dict[str, str], rows: list[Row]) -> None:
-    """Writes one results file, the environment and then the rows."""
-    path.write_text(json.dumps(env | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    """Writes one results file, the environment and then the rows.
+
+    Rows with other ids that the file holds already are kept, if they come from the same commit, GPU and versions.
+    """
+    found = json.loads(path.read_text()) if path.exists() else {}
+    kept = []
+    if all(found.get(key) == value for key, value in env.items() if key not in ("command", "date")):
+        kept = [row for row in found["rows"] if row["id"] not in {new.id for new in rows}]
+        commands = [line for line in found["command"].split(" && ") if line != env["command"]] if kept else []
+        env = env | {"command": " && ".join([*commands, env["command"]])}
+    path.write_text(json.dumps(env | {"rows": kept + [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def print_table(columns: list[str], rows: list[tuple]) -> None:
