@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
-from mxfp8_titan.backends import select
+from mxfp8_titan.backends import hopper, select
 from mxfp8_titan.backends.hopper import HOPPER
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.job_config import MX, RECIPES, recipe_from
@@ -186,6 +186,35 @@ def test_frozen_weights_and_inputs_cost_nothing(device):
     y = LinearFunction.apply(x.detach(), w.requires_grad_(), None, _recipe(), HOPPER, torch.bfloat16)
     y.backward(dy)
     assert w.grad is not None
+
+
+# PyTorch's other checks compare inputs before and after, which it cannot do in FP8.
+CHECKS = ("test_autograd_registration", "test_faketensor")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_op_passes_torch_s_own_checks(grouped, device):
+    x, w, dy = _tensors(grouped, device)
+    ends = _ends(ENDS[0], device) if grouped else None
+    recipe = _recipe()
+    operands = [HOPPER.quantize_tokens(t, ends, recipe, True) for t in (x, dy)]
+    weights = HOPPER.quantize_weights([w, w], recipe, True)
+    along_t = [hopper.along_t(operand.dw, ends, recipe) for operand in operands]
+    rounding, bf16 = recipe.rounding, torch.bfloat16
+    h13 = torch.randn(x.shape[0], 128, device=device, dtype=bf16)
+    calls = {
+        "quantize_aligned_along_k": (x, rounding, ends),
+        "quantize_aligned_along_k_with_amax": (x, rounding, ends),
+        "quantize_aligned_weights": ([w, w], rounding),
+        "quantize_aligned_weights_along_n": ([w, w], *weights.kept, rounding),
+        "requantize_aligned_along_t": (*operands[0].dw, rounding, ends),
+        "swiglu_aligned": (h13, rounding, ends),
+        "swiglu_aligned_backward": (h13[:, :64], h13, rounding, ends),
+        "hopper_rows_times": (*operands[0].rows, *weights.y, ends, "auto", False, bf16),
+        "hopper_over_t": (*along_t[1], *along_t[0], ends, 1, "auto", False, bf16),
+    }
+    for name, args in calls.items():
+        torch.library.opcheck(getattr(torch.ops.mxfp8_titan, name).default, args, test_utils=CHECKS)
 
 
 def test_a_copied_backend_is_the_same_one():
