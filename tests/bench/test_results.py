@@ -1,0 +1,27 @@
+import json
+
+from mxfp8_titan.bench.results import Row, write
+
+ENVIRONMENT = {"gpu": "some GPU", "commit": "abc", "date": "2026-01-01", "command": "one"}
+
+
+def _ids(path):
+    return [row["id"] for row in json.loads(path.read_text())["rows"]]
+
+
+def test_a_second_command_on_the_same_commit_adds_its_rows(tmp_path):
+    path = tmp_path / "gemm.json"
+    write(path, ENVIRONMENT, [Row("a", 1.0, "us", "", ""), Row("b", 2.0, "us", "", "")])
+    write(path, ENVIRONMENT | {"command": "two", "date": "2026-01-02"}, [Row("b", 3.0, "us", "", "")])
+    assert _ids(path) == ["a", "b"]
+    found = json.loads(path.read_text())
+    assert found["rows"][1]["value"] == 3.0
+    assert found["command"] == "one && two"
+
+
+def test_rows_of_another_commit_or_gpu_are_dropped(tmp_path):
+    for other in ({"commit": "def"}, {"gpu": "another"}):
+        path = tmp_path / "gemm.json"
+        write(path, ENVIRONMENT, [Row("a", 1.0, "us", "", "")])
+        write(path, ENVIRONMENT | other, [Row("b", 2.0, "us", "", "")])
+        assert _ids(path) == ["b"]
