@@ -10,8 +10,10 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import MoE
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from mxfp8_titan import health
 from mxfp8_titan.backends.select import BackendChoice, current_device, select
 from mxfp8_titan.job_config import MX, Recipe, recipe_from
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
@@ -48,11 +50,15 @@ class MXConverter:
         """
         plan = make_plan(model, self.mx, *self.tensor_parallel_degrees, self.recipe.max_features)
         swap(model, plan, self.recipe, self.choice)
+        if self.mx.health_every:
+            health.attach(model, utils.device_type)
         _save_forward_gemms_under_op_checkpointing(self.choice)
         logger.info(summarize(plan, self.recipe, self.choice))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: no state is kept between steps."""
+        """Nothing, unless modules count what they lose: then in other rows from now on."""
+        if self.mx.health_every:
+            health.look_at_other_rows(model if isinstance(model, list) else [model])
 
 
 def mx_section(job_config: JobConfig) -> MX:

@@ -103,6 +103,15 @@ class MX:
     trace_steps: int = 3
     """Steps in the trace. The step before them starts the profiler and is not in it."""
 
+    health_every: int = 0
+    """Every so many steps, log for each converted module what aligned exponents lose (a row's blocks on its largest
+    exponent, as mxfp8_hopper multiplies; with another recipe, what they would lose): elements that are zero only
+    because of it (underflow), blocks of 32 that become zeros (zero_blocks), elements at +-448 (saturated), as shares
+    over the steps since the last time. Of the input, the weights and the output's gradient, compiled or not, as y and
+    dx multiply them; not of dw's operands and not of what is between the linears of a SwiGLU MLP. Each step looks at
+    64 rows of each, other ones the next. Data-parallel ranks are added up; tensor-parallel shards and pipeline stages
+    are the logging rank's own. 0: off, at no cost."""
+
     def __post_init__(self) -> None:
         for name in ("filter_fqns", "moe_fqns_prototype"):
             setattr(self, name, _split_entries(name, getattr(self, name)))
@@ -121,6 +130,10 @@ class MX:
                 raise TypeError(f"mx.{name} is {getattr(self, name)!r}, needs a path")
         if not isinstance(self.trace_steps, int) or self.trace_steps < 1:
             raise ValueError(f"mx.trace_steps is {self.trace_steps!r}, needs a whole number from 1 up")
+        if not isinstance(self.health_every, int) or isinstance(self.health_every, bool) or self.health_every < 0:
+            raise ValueError(
+                f"mx.health_every is {self.health_every!r}, needs a whole number of steps from 1 up, or 0 for off"
+            )
         for name in ("dense", "fast_accumulation"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"mx.{name} is {getattr(self, name)!r}, needs true or false")

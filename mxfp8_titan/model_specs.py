@@ -17,8 +17,9 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols import train_spec as train_specs
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools.logging import logger
 
-from mxfp8_titan import compilations, local_text
+from mxfp8_titan import compilations, health, local_text
 from mxfp8_titan.converter import MODELS
 
 
@@ -31,7 +32,8 @@ class FiniteLossMetrics(MetricsProcessor):
 
     The last step and each step that ends in a checkpoint are logged too: torchtitan saves after it logs, so that no
     checkpoint is written of weights that are no numbers. So is the last step before a trace, where measuring ends.
-    Two metrics more: what was compiled since the last logged step, and how unevenly tokens were routed.
+    Two metrics more: what was compiled since the last logged step, and how unevenly tokens were routed. With
+    --mx.health_every, what each converted module loses; those steps are logged too.
     """
 
     tokens_per_expert: Sequence[torch.Tensor] = ()
@@ -43,7 +45,7 @@ class FiniteLossMetrics(MetricsProcessor):
         saves = checkpoint.enable and step % checkpoint.interval == 0
         mx = getattr(self.job_config, "mx", None)
         before_trace = bool(mx and mx.trace_file) and step == last - mx.trace_steps - 1
-        return super().should_log(step) or saves or before_trace or step == last
+        return super().should_log(step) or saves or before_trace or step == last or self._reads_health(step)
 
     def log(
         self,
@@ -58,11 +60,25 @@ class FiniteLossMetrics(MetricsProcessor):
         self.compiled_before = compiled
         if self.tokens_per_expert:
             extra["routing/max_over_mean"] = imbalance(self.tokens_per_expert)
+        if self._reads_health(step):
+            extra |= self._health()
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         # A gradient norm that is not finite has already reached the weights, whatever this step's loss was.
         for name, value in (("loss", global_avg_loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise NonFiniteLossError(f"the {name} is {value} at step {step}: stopped before anything is saved")
+
+    def _reads_health(self, step: int) -> bool:
+        mx = getattr(getattr(self, "job_config", None), "mx", None)
+        every = getattr(mx, "health_every", 0)
+        return every > 0 and step % every == 0
+
+    def _health(self) -> dict[str, float]:
+        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        shares = health.read(self.model_parts, mesh and mesh.get_group())
+        if shares:
+            logger.info(health.summary(shares))
+        return health.scalars(shares)
 
 
 def imbalance(tokens_per_expert: Sequence[torch.Tensor]) -> float:

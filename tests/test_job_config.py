@@ -96,6 +96,8 @@ def test_one_hook_brings_the_other(tmp_path):
         ("[mx]\nrecipe_name = 'mxfp9'\n", "mx.recipe_name is 'mxfp9'"),
         ("[mx]\nwgrad = 8\n", "mx.wgrad is 8"),
         ("[mx]\ndense = 'yes'\n", "mx.dense is 'yes'"),
+        ("[mx]\nhealth_every = -1\n", "mx.health_every is -1, needs a whole number"),
+        ("[mx]\nhealth_every = 'often'\n", "mx.health_every is 'often'"),
     ],
 )
 def test_typos_and_wrong_values_in_toml_are_refused(tmp_path, toml, message):

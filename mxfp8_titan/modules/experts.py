@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
+from mxfp8_titan.autograd.health import Health, observe
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
 from mxfp8_titan.backends.interface import Backend
@@ -28,6 +29,9 @@ class MXFP8GroupedExperts(GroupedExperts):
 
     recipe: Recipe
     backend: Backend
+    observed = ("input", "w1", "w2", "w3", "gradient")
+    health: Health | None = None
+    """As MXFP8Linear's."""
 
     @classmethod
     def from_experts(cls, experts: GroupedExperts, recipe: Recipe, backend: Backend) -> "MXFP8GroupedExperts":
@@ -54,9 +58,13 @@ class MXFP8GroupedExperts(GroupedExperts):
         group_ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         how = self.recipe, self.backend, output_dtype(x)
         if self.recipe.wgrad_in_mxfp8:
-            return SwiGLUMLPFunction.apply(x, w1, w2, w3, group_ends, *how).type_as(x)
-        h1, h3 = (LinearFunction.apply(x, w, group_ends, *how) for w in (w1, w3))
-        return LinearFunction.apply(F.silu(h1) * h3, w2, group_ends, *how).type_as(x)
+            y = SwiGLUMLPFunction.apply(x, w1, w2, w3, group_ends, *how)
+        else:
+            h1, h3 = (LinearFunction.apply(x, w, group_ends, *how) for w in (w1, w3))
+            y = LinearFunction.apply(F.silu(h1) * h3, w2, group_ends, *how)
+        if self.health is not None:
+            y = observe(y, x, (w1, w2, w3), group_ends, self.recipe, self.health)
+        return y.type_as(x)
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.w1.shape

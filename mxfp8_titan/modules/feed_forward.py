@@ -7,6 +7,7 @@ from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.moe import moe
 from torchtitan.models.qwen3.model import model as qwen3
 
+from mxfp8_titan.autograd.health import Health, observe
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
 from mxfp8_titan.modules.linear import MXFP8Linear, output_dtype
 
@@ -18,6 +19,10 @@ class _MXFP8FeedForward(nn.Module):
     returns (..., K) as MXFP8Linear does
     """
 
+    observed = ("input", "w1", "w2", "w3", "gradient")
+    health: Health | None = None
+    """As MXFP8Linear's; the linears have their own, for when they run one by one."""
+
     def forward(self, x: Tensor) -> Tensor:
         linears = self.w1, self.w2, self.w3
         recipe = self.w1.recipe
@@ -25,9 +30,11 @@ class _MXFP8FeedForward(nn.Module):
         # Tensor parallelism and hooks belong to the linears, and bf16 dw to their own function.
         if sharded or any(map(_has_hooks, linears)) or not recipe.wgrad_in_mxfp8:
             return super().forward(x)
-        weights = (linear.weight for linear in linears)
+        weights = tuple(linear.weight for linear in linears)
         tokens = x.reshape(-1, x.shape[-1])
         y = SwiGLUMLPFunction.apply(tokens, *weights, None, recipe, self.w1.backend, output_dtype(x))
+        if self.health is not None:
+            y = observe(y, tokens, weights, None, recipe, self.health)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from mxfp8_titan.autograd.health import Health, observe
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.job_config import Recipe
@@ -19,6 +20,9 @@ class MXFP8Linear(nn.Linear):
 
     recipe: Recipe
     backend: Backend
+    observed = ("input", "weight", "gradient")
+    health: Health | None = None
+    """Where --mx.health_every counts what the observed operands lose; not part of the module's state."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe, backend: Backend) -> "MXFP8Linear":
@@ -36,7 +40,10 @@ class MXFP8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
-        y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), w, None, self.recipe, self.backend, output_dtype(x))
+        tokens = x.reshape(-1, x.shape[-1])
+        y = LinearFunction.apply(tokens, w, None, self.recipe, self.backend, output_dtype(x))
+        if self.health is not None:
+            y = observe(y, tokens, (w,), None, self.recipe, self.health)
         return y.view(*x.shape[:-1], w.shape[0])
 
     def _sharded_product(self, x: Tensor) -> Tensor:
