@@ -62,7 +62,7 @@ def test_operands_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match="10 and 20 rows, need the same tokens"):
         grouped_gemm_over_rows(torch.zeros(10, 32), torch.zeros(20, 64), ends, RCEIL, torch.float32)
     with pytest.raises(ValueError, match="10 and 20 rows, need the same tokens"):
-        torch.ops.mxfp8_titan.reference_linear_dw(torch.zeros(10, 32), torch.zeros(20, 64), RCEIL, torch.float32)
+        torch.ops.mxfp8_titan.reference_dw(torch.zeros(10, 32), torch.zeros(20, 64), None, RCEIL, 1, torch.float32)
     w = quantize_along_k(torch.zeros(3, 32, 64), RCEIL)
     with pytest.raises(ValueError, match="group_ends has 2 entries, needs one for each of 3 experts"):
         grouped_gemm(quantize_along_k(torch.zeros(20, 64), RCEIL), w, ends, torch.float32)
