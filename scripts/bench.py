@@ -42,18 +42,23 @@ def main() -> None:
     print(f"device-to-device copy of 1 GiB: {copy:.0f} GB/s, read plus written")
     rows = [results.Row("copy", round(copy), "GB/s", "", "1 GiB device to device, read plus written")]
     for name in wanted:
-        print(f"\n{name}")
+        print(f"\n{name}", flush=True)
         rows += quantize.measure(by_bandwidth[name], copy) if name in by_bandwidth else (others | gemms)[name]()
-    ratios = [row for row in rows if row.id == "rceil_over_floor"]
-    rows = [row for row in rows if row.id != "rceil_over_floor"]
-    if ratios:
-        rows.append(max(ratios, key=lambda row: row.value))
+        if args.json:
+            # After every op, so that a run that is cut short leaves what it measured.
+            results.write(args.json, environment, _worst_ratio_only(rows))
+    rows = _worst_ratio_only(rows)
     print()
     results.print_table(
         ["id", "value", "unit", "target", "detail"], [(r.id, f"{r.value:g}", r.unit, r.target, r.detail) for r in rows]
     )
-    if args.json:
-        results.write(args.json, environment, rows)
+
+
+def _worst_ratio_only(rows: list[results.Row]) -> list[results.Row]:
+    """Of the time ratios of RCEIL over FLOOR, which every op has, the largest, at the end."""
+    ratios = [row for row in rows if row.id == "rceil_over_floor"]
+    rows = [row for row in rows if row.id != "rceil_over_floor"]
+    return [*rows, max(ratios, key=lambda row: row.value)] if ratios else rows
 
 
 if __name__ == "__main__":
