@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.tools import utils
 
 from mxfp8_titan import health
 from mxfp8_titan.autograd.health import SAMPLES
 from mxfp8_titan.converter import MXConverter
 from mxfp8_titan.job_config import MX
 from mxfp8_titan.model_specs import FiniteLossMetrics
+
+DEVICE = utils.device_type
 
 
 class Block(nn.Module):
@@ -39,14 +42,14 @@ def _converter(health_every):
 
 
 def _converted(health_every=1):
-    model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])}).to(DEVICE)
     converter = _converter(health_every)
     converter.convert(model)
     return model, converter
 
 
 def _step(model):
-    x = torch.randn(64, 64)
+    x = torch.randn(64, 64, device=DEVICE)
     for block in model["layers"]:
         y = block(x)
         dy = torch.randn_like(y)
@@ -67,7 +70,7 @@ def _ops(block):
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=lambda g, i: make_boxed_func(record(g, i)))
-    torch.compile(block.wq, fullgraph=True, backend=backend)(torch.randn(64, 64)).sum().backward()
+    torch.compile(block.wq, fullgraph=True, backend=backend)(torch.randn(64, 64, device=DEVICE)).sum().backward()
     return names
 
 

@@ -83,3 +83,26 @@ def test_one_graph_serves_all_layers_and_steps(grouped, device):
             assert all(torch.equal(a, b) for a, b in zip((*got[0], got[1]), (*want[0], want[1]), strict=True))
             health.phase.add_(40503)
     assert counter.frame_count == 1
+
+
+def test_the_op_passes_pytorch_s_checks_of_custom_ops(device):
+    x, w, _, ends = _tensors(True, device)
+    phase = torch.tensor(7, device=device)
+    for operand, group_ends in ((x, ends), (w, None)):
+        args = operand, group_ends, phase, RCEIL_RECIPE.rounding, SAMPLES
+        torch.library.opcheck(alignment_counts, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu():
+    x, w, dy, ends = _tensors(True, "cuda")
+    health = _health("cuda")
+    operands = x.requires_grad_(), w.requires_grad_()
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            y = operands[0] @ operands[1][0].t()
+            observe(y, *operands[:1], operands[1:], ends, RCEIL_RECIPE, health).backward(dy)
+            health.phase.add_(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED, GROUP_TILE, PLAIN, RCEIL
 from mxfp8_titan.kernels import (
+    alignment_counts,
     aligned_gemm,
     column_maxima,
     quantize,
@@ -227,6 +228,16 @@ def zero_rows_case():
     }
 
 
+def alignment_counts_case():
+    return alignment_counts.alignment_counts_kernel, {
+        "num_warps": alignment_counts.NUM_WARPS,
+        "types": {"phase_ptr": "*i64", "out_ptr": "*fp32"},
+        "ROUNDING": RCEIL,
+        "GROUPS": True,
+        "BLOCKS": alignment_counts.BLOCKS,
+    }
+
+
 def padded_ends_case():
     return quantize_aligned_t.padded_group_ends_kernel, {
         "num_warps": quantize_aligned_t.NUM_WARPS,
@@ -292,6 +303,7 @@ CASES = {
     "merge maxima": (merge_case(16), 64, 0),
     "zero rows": (zero_rows_case(), 40, 0),
     "padded ends": (padded_ends_case(), 40, 0),
+    "alignment counts": (alignment_counts_case(), 64, 0),
 }
 """Stack above 0 is spilled registers, kept where fewer programs at once measured slower."""
 

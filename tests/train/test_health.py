@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.train.harness import MX, TINY, train
 
@@ -46,7 +47,9 @@ def test_a_compiled_run_logs_all_modules_and_is_otherwise_the_one_that_counts_no
     assert not shares[2]
     _check(shares[1])
     assert counting.output.count("MXFP8 health, the worst of 21 modules: underflow") == 1
-    assert counting.losses() == plain.losses()
+    # On a GPU two equal runs differ by what atomic additions round.
+    tolerance = 0.01 if torch.cuda.is_available() else 0
+    assert counting.losses() == pytest.approx(plain.losses(), rel=0, abs=tolerance)
     assert not any(_shares(step) for step in plain_steps)
     # As many graphs as without, all of them in the first step.
     assert [step["compile/count"] for step in steps] == [step["compile/count"] for step in plain_steps]
