@@ -18,8 +18,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED, GROUP_TILE, PLAIN, RCEIL
 from mxfp8_titan.kernels import (
-    alignment_counts,
     aligned_gemm,
+    alignment_counts,
     column_maxima,
     quantize,
     quantize_32x32,
