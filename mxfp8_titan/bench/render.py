@@ -3,6 +3,7 @@
 python -m mxfp8_titan.bench.render docs/benchmarks docs/benchmarks.md
 """
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -43,9 +44,32 @@ def section(name: str, results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+GROUPED = """
+### Training steps of grouped experts
+
+All cases behind the grouped figures: forward and backward, quantization included; `library` and `auto` say whose GEMMs
+ran. Device time in CUDA graphs, versions taking turns. The limit is the three FP8 GEMMs alone, the faster ones, and
+each byte of quantization moved once.
+
+"""
+
+
+def csv_table(path: Path) -> str:
+    """A CSV file as a table."""
+    with path.open(newline="") as file:
+        columns, *rows = csv.reader(file)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def main(folder: Path, out: Path) -> None:
     files = sorted(folder.glob("*.json"), key=lambda path: [*TITLES, path.stem].index(path.stem))
-    out.write_text(HEAD + "".join(section(path.stem, json.loads(path.read_text())) for path in files))
+    text = HEAD
+    for path in files:
+        text += section(path.stem, json.loads(path.read_text()))
+        if path.stem == "gemm" and (folder / "grouped_linear.csv").exists():
+            text += GROUPED + csv_table(folder / "grouped_linear.csv")
+    out.write_text(text)
 
 
 if __name__ == "__main__":
