@@ -21,7 +21,7 @@ from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.backends import hopper
 from mxfp8_titan.backends.hopper import HOPPER
 from mxfp8_titan.bench.aligned_gemm import in_turns_us
-from mxfp8_titan.bench.results import Row, print_table
+from mxfp8_titan.bench.results import Row, print_table, version
 from mxfp8_titan.bench.timing import copy_gbps, graphed, host_us
 from mxfp8_titan.job_config import RECIPES, Recipe
 
@@ -38,7 +38,7 @@ TURNS_US = 20_000
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. Times in us; `scaled` is MXFP8 with the GEMMs of `recipe`."""
+    """One row of the table. Times in us; `scaled` is what `recipe` names: MXFP8 and whose GEMMs it ran, or the peer."""
 
     M: int
     N: int
@@ -119,9 +119,13 @@ def _measure_case(tokens: int, n: int, k: int, groups: int, gemms: tuple[str, ..
     w = (torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
     forwards = [lambda: torch._grouped_mm(x, w.mT, offs=ends)]
+    names = [f"mxfp8_hopper {gemm}" for gemm in gemms]
     for gemm in gemms:
         how = recipe(gemm)
         forwards.append(lambda how=how: LinearFunction.apply(x, w, ends, how, HOPPER, torch.bfloat16))
+    if peer := _peer():
+        names.append(f"torchao {version('torchao')}")
+        forwards.append(lambda: peer(x, w.mT, ends, pad_token_groups_for_grouped_mm=False))
     products = _products(x.detach(), w.detach(), dy, ends)
     steps = [lambda forward=forward: _step(forward, dy, x, w) for forward in forwards]
     memory = torch.cuda.graph_pool_handle()
@@ -132,13 +136,22 @@ def _measure_case(tokens: int, n: int, k: int, groups: int, gemms: tuple[str, ..
     limit += 4 * (x.numel() + w.numel() + dy.numel()) / copy / 1000
     return [
         Case(
-            tokens, n, k, groups, f"mxfp8_hopper {gemm}",
+            tokens, n, k, groups, name,
             *(round(us, 1) for us in (both[0], both[i])), round(both[0] / both[i], 3),
             *(round(us, 1) for us in (fwd[0], fwd[i])), round(fwd[0] / fwd[i], 3),
             round(limit, 1), round(limit / both[i], 3),
         )
-        for i, gemm in enumerate(gemms, 1)
+        for i, name in enumerate(names, 1)
     ]  # fmt: skip
+
+
+def _peer() -> Callable[..., Tensor] | None:
+    """torchao's FP8 row-wise grouped layer, fast accumulation, if torchao is installed."""
+    try:
+        from torchao.prototype.moe_training import fp8_grouped_mm
+    except ImportError:
+        return None
+    return fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
 
 
 def _host_us(bf16: bool = False) -> float:
