@@ -77,6 +77,11 @@ def _runs_own(gemm: str, group_ends: Tensor | None) -> bool:
     return gemm == "own" or (gemm == "auto" and group_ends is not None)
 
 
+def _own_dtype(out_dtype: torch.dtype) -> torch.dtype:
+    """What this project's GEMM writes for `out_dtype`: fp32 as it is, any other through bf16."""
+    return torch.float32 if out_dtype == torch.float32 else torch.bfloat16
+
+
 def rows_times(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_ends: Tensor | None,
     gemm: str, fast_accumulation: bool, out_dtype: torch.dtype,
@@ -85,12 +90,12 @@ def rows_times(
 
     a: (T, K), b: (N, K) or (E, N, K) float8_e4m3fn contiguous; scales (T,) and (N,) or (E, N) fp32
     gemm: auto, library or own
-    returns (T, N) in `out_dtype`, rounded to bf16 first
+    returns (T, N) in `out_dtype`, rounded to bf16 first by the library's GEMM
     """
     if a.shape[0] == 0:
         return _rows_times_out(a, a_scale, b, b_scale, group_ends, gemm, fast_accumulation, out_dtype)
     if _runs_own(gemm, group_ends):
-        return aligned_gemm(a, a_scale, b, b_scale, group_ends, torch.bfloat16).to(out_dtype)
+        return aligned_gemm(a, a_scale, b, b_scale, group_ends, _own_dtype(out_dtype)).to(out_dtype)
     if group_ends is None:
         y = torch._scaled_mm(
             a, b.t(), a_scale[:, None], b_scale[None], out_dtype=torch.bfloat16, use_fast_accum=fast_accumulation
@@ -115,13 +120,13 @@ def over_t(
 
     a: (N, T'), b: (K, T') float8_e4m3fn contiguous, groups as kernels.quantize_aligned_t lays them out
     scales (G, N) and (G, K) fp32
-    returns (N / parts, K) or (G, N / parts, K) in `out_dtype`, rounded to bf16 first
+    returns (N / parts, K) or (G, N / parts, K) in `out_dtype`, rounded to bf16 first by the library's GEMM
     """
-    outs = _over_t_out(a, a_scale, b, b_scale, group_ends, parts, gemm, fast_accumulation, out_dtype)
     if a.shape[1] == 0:
+        outs = _over_t_out(a, a_scale, b, b_scale, group_ends, parts, gemm, fast_accumulation, out_dtype)
         return [out.zero_() for out in outs]
     if _runs_own(gemm, group_ends):
-        dws = aligned_gemm_over_t(a, a_scale, b, b_scale, group_ends, parts, torch.bfloat16)
+        dws = aligned_gemm_over_t(a, a_scale, b, b_scale, group_ends, parts, _own_dtype(out_dtype))
         return [dw.to(out_dtype) for dw in dws]
     if group_ends is None:
         b_scale = b_scale.view(1, -1)
