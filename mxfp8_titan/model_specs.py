@@ -1,7 +1,8 @@
-"""torchtitan's model specs with two parts replaced: the tokenizer builder and the metrics processor.
+"""torchtitan's model specs with three parts replaced: tokenizer builder, metrics processor and state dict adapter.
 
-Both are slots that a TrainSpec offers. The first trains the local tokenizer when it is asked for, and refuses one
-that does not fit the model; the second stops a run whose loss is no longer finite, and can write its metrics to a file.
+All are slots that a TrainSpec offers. The first trains the local tokenizer when it is asked for, and refuses one
+that does not fit the model; the second stops a run whose loss is no longer finite, and can write its metrics to a file;
+the third makes Hugging Face exports that can be saved.
 """
 
 import json
@@ -9,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor, _get_met
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols import train_spec as train_specs
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools.logging import logger
 
@@ -99,7 +102,19 @@ def _with_our_parts(spec: TrainSpec) -> TrainSpec:
         spec,
         build_tokenizer_fn=partial(_build_tokenizer, spec),
         build_metrics_processor_fn=_build_metrics_processor,
+        state_dict_adapter=spec.state_dict_adapter and _with_contiguous_exports(spec.state_dict_adapter),
     )
+
+
+def _with_contiguous_exports(adapter: type[BaseStateDictAdapter]) -> type[BaseStateDictAdapter]:
+    """`adapter`, whose exports safetensors takes: Llama 4's returns experts as transposed views, which it refuses."""
+
+    class Contiguous(adapter):
+        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            return {name: tensor.contiguous() for name, tensor in super().to_hf(state_dict).items()}
+
+    Contiguous.__name__ = Contiguous.__qualname__ = adapter.__name__
+    return Contiguous
 
 
 class JsonLines(BaseLogger):
@@ -107,6 +122,7 @@ class JsonLines(BaseLogger):
 
     def __init__(self, path: str, others: BaseLogger) -> None:
         self.path, self.others = path, others
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         with open(self.path, "a") as file:

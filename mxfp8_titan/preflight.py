@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import os
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -19,11 +20,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
-from mxfp8_titan import local_text, plugin  # noqa: F401 - the config names what plugin registers
+from mxfp8_titan import host_checks, local_text, plugin  # noqa: F401 - the config names what plugin registers
 from mxfp8_titan.backends.select import current_device, select
 from mxfp8_titan.converter import mx_section, tensor_parallel_degrees
+from mxfp8_titan.host_checks import known
 from mxfp8_titan.job_args import read_toml
-from mxfp8_titan.job_config import AUTO, RECIPES, did_you_mean
+from mxfp8_titan.job_config import MX, RECIPES, Recipe, recipe_from
 from mxfp8_titan.selection import Plan, make_plan
 
 
@@ -77,24 +79,40 @@ def check(job_config: JobConfig) -> None:
     import_custom_module(job_config)
     names = job_config.model.converters
     for name in names:
-        _known("model.converters", name, CONVERTERS)
+        known("model.converters", name, CONVERTERS)
     if len(set(names)) != len(names):
         raise ValueError(f"model.converters is {','.join(names)}, needs each name once")
-    _known("training.dataset", job_config.training.dataset.lower(), DATASETS)
-    _known("training.dtype", job_config.training.dtype, TORCH_DTYPE_MAP)
+    known("training.dataset", job_config.training.dataset.lower(), DATASETS)
+    known("training.dtype", job_config.training.dtype, TORCH_DTYPE_MAP)
     _check_sizes(job_config)
-    _check_degrees(job_config)
+    degrees = _check_degrees(job_config)
     model = meta_model(job_config)
-    if "mx" not in names and _asks_for_mxfp8(job_config):
-        logger.warning("[mx] is set but model.converters does not contain mx: nothing will be converted")
+    recipe = None
     if "mx" in names:
-        select(mx_section(job_config).recipe_name, current_device())
+        mx = mx_section(job_config)
+        recipe = recipe_from(mx, select(mx.recipe_name, current_device()).recipe_name)
         conversion_plan(job_config, model)
+    for sentence in _without_effect(getattr(job_config, "mx", None), recipe):
+        logger.warning(sentence)
+    host_checks.check(job_config, degrees, model)
 
 
-def _asks_for_mxfp8(job_config: JobConfig) -> bool:
-    mx = getattr(job_config, "mx", None)
-    return mx is not None and (mx.user_gave_filter or bool(mx.moe_fqns_prototype) or mx.recipe_name != AUTO)
+def _without_effect(mx: MX | None, recipe: Recipe | None) -> Iterator[str]:
+    """A sentence for each setting of the [mx] section that changes nothing in this job."""
+    if mx is None:
+        return
+    default = MX()
+    given = [f.name for f in fields(MX) if getattr(mx, f.name) != getattr(default, f.name)]
+    if mx.user_gave_filter and "filter_fqns" not in given:
+        given.append("filter_fqns")
+    observing = ("metrics_file", "trace_file", "trace_steps")
+    converting = [f"mx.{name}" for name in given if name not in observing]
+    if recipe is None and converting:
+        yield f"{', '.join(converting)} set but model.converters does not contain mx: nothing will be converted"
+    if recipe is not None and mx.gemm != default.gemm and not recipe.capabilities:
+        yield f"mx.gemm is {mx.gemm} but recipe {recipe.name} emulates: it has one way to multiply, in plain PyTorch"
+    if "trace_steps" in given and not mx.trace_file:
+        yield "mx.trace_steps is set but mx.trace_file is not: nothing will be traced"
 
 
 def import_custom_module(job_config: JobConfig) -> None:
@@ -128,11 +146,11 @@ def _check_sizes(job_config: JobConfig) -> None:
         raise ValueError(f"training.dataset_path is {training.dataset_path}, needs a file or folder that exists")
 
 
-def _check_degrees(job_config: JobConfig) -> None:
+def _check_degrees(job_config: JobConfig) -> ParallelDims | None:
     parallelism, training = job_config.parallelism, job_config.training
     if job_config.comm.mode != "default":
         # A dry run takes its world size from elsewhere.
-        return
+        return None
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         degrees = ParallelDims(
@@ -147,7 +165,7 @@ def _check_degrees(job_config: JobConfig) -> None:
         )
     except AssertionError as error:
         raise ValueError(
-            f"parallelism does not fit {world_size} processes: {error or 'a degree is too large'}"
+            f"parallelism does not fit {world_size} processes: {str(error) or 'a degree is too large'}"
         ) from None
     ranks_with_data = degrees.dp_replicate * degrees.dp_shard
     per_pass = training.local_batch_size * ranks_with_data
@@ -156,6 +174,7 @@ def _check_degrees(job_config: JobConfig) -> None:
             f"training.global_batch_size is {training.global_batch_size}, needs a multiple of {per_pass}: "
             f"local_batch_size {training.local_batch_size} x {ranks_with_data} data-parallel ranks"
         )
+    return degrees
 
 
 def meta_model(job_config: JobConfig) -> nn.Module:
@@ -164,7 +183,7 @@ def meta_model(job_config: JobConfig) -> nn.Module:
     Raises: ValueError for an unknown model or flavor.
     """
     spec = get_train_spec(job_config.model.name)
-    _known(f"model.flavor of {job_config.model.name}", job_config.model.flavor, spec.model_args)
+    known(f"model.flavor of {job_config.model.name}", job_config.model.flavor, spec.model_args)
     # A copy: torchtitan writes the job into the flavor.
     model_args = copy.deepcopy(spec.model_args[job_config.model.flavor])
     model_args.update_from_config(job_config)
@@ -186,12 +205,3 @@ def _max_features(recipe_name: str) -> int | None:
     with contextlib.suppress(ValueError):
         recipe_name = select(recipe_name, current_device()).recipe_name
     return RECIPES[recipe_name].max_features if recipe_name in RECIPES else None
-
-
-def _known(setting: str, name: str, registered) -> None:
-    if name not in registered:
-        quotes = " It holds a quotation mark, left over from shell quoting." if set(name) & set("'\"") else ""
-        raise ValueError(
-            f"{setting} is {name!r}, needs one of: {', '.join(sorted(registered))}."
-            f"{did_you_mean(name, registered)}{quotes}"
-        )

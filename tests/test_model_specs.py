@@ -19,10 +19,11 @@ def _config(path, flavor="debugmodel", dataset="local_text", dataset_path=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_only_tokenizer_and_metrics_differ_from_torchtitan_s_own_spec(name):
+def test_only_tokenizer_metrics_and_exports_differ_from_torchtitan_s_own_spec(name):
     ours, own = get_train_spec(name), import_module(f"torchtitan.models.{name}").get_train_spec()
     differing = {f.name for f in fields(own) if getattr(ours, f.name) != getattr(own, f.name)}
-    assert differing == {"build_tokenizer_fn", "build_metrics_processor_fn"}
+    assert differing == {"build_tokenizer_fn", "build_metrics_processor_fn", "state_dict_adapter"}
+    assert issubclass(ours.state_dict_adapter, own.state_dict_adapter)
 
 
 def test_the_sentinel_path_asks_for_the_local_tokenizer(tmp_path, monkeypatch):

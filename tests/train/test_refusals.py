@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -10,9 +11,11 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from mxfp8_titan import preflight
 from mxfp8_titan import train as entry
 from mxfp8_titan.job_args import add_config_hook
+from mxfp8_titan.job_config import MX as Settings
 from tests.train.harness import DEBUG, ROOT
 
 MX = "--model.converters=mx"
+AC = "--activation_checkpoint.mode=selective"
 
 
 def _start(args):
@@ -59,8 +62,39 @@ def _refused(capsys, *flags, config=DEBUG):
         (["--training.steps=0"], "training.steps is 0"),
         (["--metrics.log_freq=0"], "metrics.log_freq is 0"),
         (["--mx.trace_file=t.json", "--mx.trace_steps=20"], "mx.trace_steps is 20 .* a trace needs one step before it"),
+        ([MX, "--mx.gemm=mine"], "mine.*'auto', 'library', 'own'"),
+        ([MX, "--mx.fast_accumulation"], "mx.fast_accumulation is true, and recipe mxfp8_emulated_rceil"),
+        ([MX, "--mx.fast_accumulation", "--mx.gemm=own"], "mx.fast_accumulation is true and mx.gemm is own"),
+        ([MX, "--mx.moe_fqns_prototype=experts,shared_experts"], "'shared_experts' matches .*It names dense linears"),
+        (["--mx.metrics_file=/tmp"], "mx.metrics_file is /tmp, needs a file"),
+        (["--mx.trace_file=/dev/null/t.json"], "mx.trace_file is /dev/null/t.json, needs a place that can be written"),
+        (["--mx.trace_steps=0"], "mx.trace_steps is 0, needs a whole number from 1 up"),
+        (["--job.dump_folder=/dev/null"], "job.dump_folder is /dev/null, needs a folder"),
+        (["--model.hf_assets_path=/no/such"], "model.hf_assets_path is /no/such, needs a folder with a tokenizer"),
         (["--training.dataset_path=/no/such"], "training.dataset_path is /no/such, needs a file or folder that exists"),
         (["--training.global_batch_size=3"], "training.global_batch_size is 3, needs a multiple of 4"),
+        (["--training.global_batch_size=0"], "training.global_batch_size is 0"),
+        (["--training.max_norm=-1"], "training.max_norm is -1.0, needs more than 0"),
+        (["--training.seq_len=65"], "training.seq_len is 65, needs a multiple of 2"),
+        (["--lr_scheduler.warmup_steps=-5"], "lr_scheduler.warmup_steps is -5"),
+        (["--optimizer.name=Lion"], "Optimizer Lion not added"),
+        (["--optimizer.lr=-1"], "Invalid learning rate"),
+        (["--optimizer.beta1=2"], "Invalid beta"),
+        (["--optimizer.implementation=fast"], "fast.*'for-loop', 'foreach', 'fused'"),
+        (["--activation_checkpoint.mode=half"], "half.*'selective', 'full'"),
+        (["--activation_checkpoint.selective_ac_option=0", AC], "selective_ac_option is '0', needs op, or n"),
+        (["--activation_checkpoint.selective_ac_option=all", AC], "selective_ac_option is 'all', needs op, or n"),
+        (["--activation_checkpoint.mode=memory_budget"], "memory_budget, which needs --compile.enable"),
+        (["--compile.enable", "--compile.backend=inductr"], "compile.backend is 'inductr'.*Did you mean inductor"),
+        (
+            ["--compile.enable", "--compile.components=modle"],
+            "compile.components is 'modle', needs one of: loss, model",
+        ),
+        (["--profiling.enable_profiling"], "profiling.enable_profiling needs a GPU; --mx.trace_file"),
+        (["--validation.enable"], "torchtitan 0.2.2 validates no model with sdpa attention"),
+        (["--checkpoint.enable", "--checkpoint.initial_load_path=/no"], "initial_load_path is /no, needs a folder"),
+        (["--parallelism.expert_parallel_degree=3"], "expert_parallel_degree is 3.* divide the 1 ranks"),
+        (["--parallelism.context_parallel_degree=2"], "parallelism does not fit 1 processes: a degree is too large"),
         (["--parallelism.data_parallel_shard_degree=7"], "parallelism does not fit 1 processes.*dp_shard"),
         (["--parallelism.tensor_parallel_degree=0"], "parallelism does not fit.*>= 1"),
         (["--experimental.custom_import=no_such_module"], "no_such_module"),
@@ -90,6 +124,80 @@ def test_a_wrong_toml_is_refused_by_name(toml, message, tmp_path, capsys):
     path = tmp_path / "job.toml"
     path.write_text(toml)
     assert re.search(message, _refused(capsys, config=path))
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "message"),
+    [
+        (16, ["--parallelism.expert_parallel_degree=16"], "is 16, needs a divisor of the 8 experts of layers.1.moe"),
+        (2, ["--parallelism.expert_parallel_degree=4"], "needs 4 to divide the 2 ranks"),
+        (3, ["--parallelism.tensor_parallel_degree=3", "--training.seq_len=96"], "is 3, needs a divisor of .* 16"),
+        (2, ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1f"], "schedule"),
+    ],
+)
+def test_degrees_that_the_model_does_not_split_into_are_refused(processes, flags, message, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert re.search(message, _refused(capsys, *flags))
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path, capsys):
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
+    flags = [f"--job.dump_folder={tmp_path}", "--checkpoint.enable", "--checkpoint.load_step=7"]
+    assert re.search("load_step is 7, needs a checkpoint that exists in .*: step-5", _refused(capsys, *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--mx.wgrad=bf16"], "mx.wgrad set but model.converters does not contain mx: nothing will be converted"),
+        (["--mx.gemm=own", "--mx.no-dense"], "mx.dense, mx.gemm set but model.converters does not contain mx"),
+        (["--mx.health_every=5"], "mx.health_every set but model.converters does not contain mx"),
+        (["--mx.filter_fqns=output,router.gate,wk,wv"], "mx.filter_fqns set but"),
+        ([MX, "--mx.gemm=own"], "mx.gemm is own but recipe mxfp8_emulated_rceil emulates"),
+        (["--mx.trace_steps=2"], "mx.trace_steps is set but mx.trace_file is not"),
+    ],
+)
+def test_a_setting_without_effect_is_said(flags, sentence, caplog):
+    _start(["--job.config_file", str(DEBUG), *flags])
+    assert sentence in caplog.text
+
+
+def test_settings_that_have_their_effect_are_not_mentioned(caplog, tmp_path):
+    _start(["--job.config_file", str(DEBUG), MX, "--mx.wgrad=bf16", f"--mx.metrics_file={tmp_path}/new/m.jsonl"])
+    assert "mx." not in "".join(record.message for record in caplog.records if record.levelname == "WARNING")
+
+
+# Each key of [mx] with values of every other kind, and with one that is near.
+WRONG_VALUES = {
+    "recipe_name": ["3", "true", "[]", '"mxfp8"', '"MXFP8_CUBLAS"'],
+    "filter_fqns": ["3", "true", "[3]", '"wk,"', '["wk", ""]', "{a = 1}"],
+    "moe_fqns_prototype": ["3", "true", "[3]", '"experts,"', '"exprts"'],
+    "dense": ["3", '"yes"', "[]"],
+    "wgrad": ["3", "true", '"fp8"'],
+    "gemm": ["3", "true", '"mine"', "[]"],
+    "fast_accumulation": ["3", '"yes"', "true"],
+    "metrics_file": ["3", "true", '["a"]'],
+    "trace_file": ["3", "true", "{}"],
+    "trace_steps": ["0", "-1", "2.5", '"3"', "true"],
+    "health_every": ["-1", "2.5", '"3"', "true"],
+}
+
+
+def test_there_is_a_wrong_value_for_every_key():
+    assert set(WRONG_VALUES) == {field.name for field in fields(Settings)}
+
+
+@pytest.mark.parametrize("key", WRONG_VALUES)
+def test_every_wrong_value_of_every_key_is_refused_by_name_on_one_line(key, tmp_path, capsys):
+    path = tmp_path / "job.toml"
+    for value in WRONG_VALUES[key]:
+        path.write_text(f"[model]\nname = 'llama4'\nhf_assets_path = 'local_text'\n[mx]\n{key} = {value}\n")
+        with pytest.raises(SystemExit) as stopped:
+            _start(["--job.config_file", str(path), MX, "--training.dataset=local_text"])
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert stopped.value.code == 2
+        assert len(lines) == 1, value
+        assert f"mx.{key}" in lines[0], value
 
 
 def test_a_missing_toml_is_named(capsys):
