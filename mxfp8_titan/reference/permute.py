@@ -29,7 +29,8 @@ def sum_rows(rows: Tensor, row: Tensor, top_k: int, scale: Tensor | None, base: 
     if scale is not None:
         picked = picked * scale[row][:, None]
     total = picked.view(-1, top_k, rows.shape[1]).sum(1).to(rows.dtype)
-    return total if base is None else base + total
+    # In this order the result has the strides of the sum, whatever those of base are.
+    return total if base is None else total + base
 
 
 def gather_rows_backward(

@@ -54,5 +54,6 @@ def test_the_ops_pass_torch_s_own_check(device):
     x, rows, scale = (torch.randn(shape, device=device) for shape in ((6, 64), (12, 64), (12,)))
     torch.library.opcheck(permutation.gather_rows, (x, slot, 2, scale))
     torch.library.opcheck(permutation.gather_rows, (x, slot, 2, None))
-    torch.library.opcheck(permutation.sum_rows, (rows, row, 2, None, x))
+    for base in (x, torch.randn(64, 6, device=device).t()):
+        torch.library.opcheck(permutation.sum_rows, (rows, row, 2, None, base))
     torch.library.opcheck(permutation.gather_rows_backward, (rows, x, row, 2, scale))
