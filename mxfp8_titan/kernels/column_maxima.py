@@ -112,7 +112,8 @@ def programs_for(rows: int, experts: int, num_groups: int, bytes_on_their_way: i
     programs = min(max(wanted // bytes_on_their_way, 1) * MULTIPROCESSORS, MAX_PROGRAMS)
     programs = min(max(programs // experts, 1), ceil_div(rows, MIN_ROWS))
     if num_groups:
-        return programs if programs >= 2 * num_groups else programs // 2 + num_groups
+        # More than there are groups, since programs_of_groups divides by the difference.
+        return programs if programs >= 2 * num_groups else max(programs // 2, 1) + num_groups
     # Each has rows then: what a program without any would leave, no one would have written.
     return ceil_div(rows, ceil_div(rows, programs))
 

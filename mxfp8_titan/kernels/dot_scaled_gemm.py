@@ -20,10 +20,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mxfp8_titan.format import BLOCK_SIZE, E4M3_NAN_BYTE, GROUP_TILE, SCALE_TILE_BYTES, SCALE_TILE_ROWS
+from mxfp8_titan.format import (
+    BLOCK_SIZE,
+    E4M3_NAN_BYTE,
+    GROUP_TILE,
+    SCALE_TILE_BYTES,
+    SCALE_TILE_ROWS,
+    blocked_shape,
+    blocked_shape_k_groups,
+    blocked_shape_t_groups,
+)
 from mxfp8_titan.kernels.e4m3 import CAST_BY_HAND, scale_from_e8m0
 from mxfp8_titan.kernels.groups import place_tile
-from mxfp8_titan.kernels.launch import ceil_div, check_groups
+from mxfp8_titan.kernels.launch import ceil_div, check_groups, check_same_device, check_source
 from mxfp8_titan.kernels.tile import tile_of
 
 TILE = tl.constexpr(GROUP_TILE)
@@ -210,19 +219,35 @@ def _programs(device: torch.device, name: str) -> int:
 
 
 def _launch(kernel: triton.JITFunction, grid: int, num_warps: int, a_boxes: TensorDescriptor, *arguments) -> None:
-    """By Triton's own path, which builds the tensor maps; not for small products, where it shows."""
+    """Launches by Triton's own path, which builds the tensor maps anew: host time that small products wait for."""
     device = a_boxes.base.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(grid,)](a_boxes, *arguments, num_warps=num_warps)
 
 
-def _check_operand(data: Tensor, name: str) -> None:
+def _check_operand(data: Tensor, name: str, dims: tuple[int, ...], out: Tensor) -> None:
     if data.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name} is {data.dtype}, needs float8_e4m3fn")
+    if data.ndim not in dims:
+        raise ValueError(f"{name} is {tuple(data.shape)}, needs {' or '.join(map(str, dims))} dims")
+    check_same_device(data, name, out, "out")
     if not data.is_contiguous() or data.shape[-1] % BLOCK_SIZE:
         raise ValueError(
             f"{name} is {tuple(data.shape)} with strides {data.stride()}, needs to be contiguous, its last dim a "
             f"multiple of {BLOCK_SIZE}"
+        )
+
+
+def _check_scale(scale: Tensor, name: str, shape: tuple[int, int], out: Tensor) -> None:
+    """shape: rows and columns of the blocked layout; experts lie behind each other"""
+    if scale.dtype != torch.float8_e8m0fnu:
+        raise TypeError(f"{name} is {scale.dtype}, needs float8_e8m0fnu")
+    check_same_device(scale, name, out, "out")
+    size = shape[0] * shape[1]
+    if scale.numel() != size or not scale.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(scale.shape)} with strides {scale.stride()}, needs {size} contiguous bytes in the "
+            "blocked layout"
         )
 
 
@@ -236,16 +261,23 @@ def gemm_of_rows(pairs: list[tuple[Tensor, Tensor, Tensor, Tensor]], group_ends:
     out: (T, N) fp32, bf16 or fp16, any stride between rows
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
+    check_source(out, "out", (2,))
     a, _, b, _ = pairs[0]
     for left, _, right, _ in pairs:
-        _check_operand(left, "a")
-        _check_operand(right, "b")
+        _check_operand(left, "a", (2,), out)
+        _check_operand(right, "b", (2, 3), out)
         if left.shape != a.shape or right.shape != b.shape or left.shape[-1] != right.shape[-1]:
             raise ValueError(f"a is {tuple(left.shape)}, b is {tuple(right.shape)}: they need the same last dim")
     tokens, depth = a.shape
     num_groups, groups = check_groups(group_ends, a, tokens)
     if num_groups != (b.shape[0] if b.ndim == 3 else 0):
         raise ValueError(f"b is {tuple(b.shape)}, group_ends has {num_groups} entries: one matrix per group is needed")
+    cols = depth // BLOCK_SIZE
+    a_shape = blocked_shape_t_groups(tokens, cols, num_groups) if num_groups else blocked_shape(tokens, cols)
+    height, width = blocked_shape(b.shape[-2], cols)
+    for _, left_scale, _, right_scale in pairs:
+        _check_scale(left_scale, "a_scale", a_shape, out)
+        _check_scale(right_scale, "b_scale", ((num_groups or 1) * height, width), out)
     if out.shape != (tokens, b.shape[-2]) or out.stride(1) != 1:
         raise ValueError(
             f"out is {tuple(out.shape)} with strides {out.stride()}, needs {(tokens, b.shape[-2])}, rows contiguous"
@@ -284,12 +316,18 @@ def gemm_over_t(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_en
     out: (N, K) or (E, N, K) fp32, bf16 or fp16, contiguous
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    _check_operand(a, "a")
-    _check_operand(b, "b")
+    check_source(out, "out", (2, 3))
+    _check_operand(a, "a", (2,), out)
+    _check_operand(b, "b", (2,), out)
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has {a.shape[1]} tokens, b has {b.shape[1]}: they need the same")
     rows, tokens = a.shape
     num_groups, groups = check_groups(group_ends, a, tokens, BLOCK_SIZE)
+    cols = tokens // BLOCK_SIZE
+    for data, scale, name in ((a, a_scale, "a_scale"), (b, b_scale, "b_scale")):
+        height = data.shape[0]
+        blocked = blocked_shape_k_groups(height, cols, num_groups) if num_groups else blocked_shape(height, cols)
+        _check_scale(scale, name, blocked, out)
     shape = *((num_groups,) if num_groups else ()), rows, b.shape[0]
     if out.shape != shape or not out.is_contiguous():
         raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}, needs {shape}, contiguous")

@@ -29,13 +29,24 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def check_source(x: Tensor, name: str, dims: tuple[int, ...]) -> None:
-    """Raises: ValueError for another device or number of dims, TypeError for another dtype."""
+def check_device(x: Tensor, name: str) -> None:
+    """Raises: ValueError for a device that Triton's kernels do not run on."""
     if not (x.is_cuda or triton.knobs.runtime.interpret):
         raise ValueError(
             f"{name} is on {x.device}, needs a CUDA device: this is a Triton kernel. On a CPU use "
             "mxfp8_titan.reference, or set TRITON_INTERPRET=1 before importing triton"
         )
+
+
+def check_same_device(tensor: Tensor, name: str, x: Tensor, x_name: str) -> None:
+    """Raises: ValueError for another device than x's, where a kernel would take its address for one of its own."""
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device}, needs {x.device}, where {x_name} is")
+
+
+def check_source(x: Tensor, name: str, dims: tuple[int, ...]) -> None:
+    """Raises: ValueError for another device or number of dims, TypeError for another dtype."""
+    check_device(x, name)
     if x.dtype not in SOURCE_DTYPES:
         raise TypeError(f"{name} is {x.dtype}, needs float32, bfloat16 or float16")
     if x.ndim not in dims:
@@ -90,6 +101,11 @@ def can_load_words(x: Tensor) -> bool:
     stride_t, stride_k = x.stride()[-2:]
     sizes = x.shape[-1] | stride_t | (x.stride(0) if x.ndim == 3 else 0) | x.data_ptr()
     return x.dtype == torch.bfloat16 and stride_k == 1 and sizes % 16 == 0 and abs(stride_t) < 2**24
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x (rows, columns) itself if each row is contiguous, else a copy."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def new_tensor(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxfp8_titan.kernels.launch import ceil_div, launch, next_power_of_2
+from mxfp8_titan.kernels.launch import (
+    ceil_div,
+    check_same_device,
+    check_source,
+    launch,
+    next_power_of_2,
+    with_whole_rows,
+)
 
 BLOCK, NUM_WARPS = 2048, 4
 """Features per program, or per step of a program that takes a whole row, and warps."""
@@ -76,25 +83,26 @@ def gather_rows_backward_kernel(
     tl.store(dscale_ptr + r, tl.sum(dots, 1), mask=choice < TOP_K)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _check(rows: Tensor, index: Tensor, top_k: int, scale: Tensor | None, tokens: int) -> None:
+def _check(x: Tensor, name: str, index: Tensor, top_k: int, scale: Tensor | None, tokens: int) -> None:
     """Raises: ValueError or TypeError for what the reference's arguments don't allow."""
-    if index.dtype != torch.int64 or index.shape != (tokens * top_k,) or rows.ndim != 2:
+    check_source(x, name, (2,))
+    check_same_device(index, "the permutation", x, name)
+    if index.dtype != torch.int64 or index.shape != (tokens * top_k,):
         raise ValueError(
             f"the permutation is {index.dtype} {tuple(index.shape)}, needs int64 ({tokens * top_k},): "
             f"{tokens} tokens, top_k {top_k}"
         )
-    if scale is not None and (scale.dtype != torch.float32 or scale.shape != index.shape):
+    if scale is None:
+        return
+    if scale.dtype != torch.float32 or scale.shape != index.shape:
         raise TypeError(f"scale is {scale.dtype} {tuple(scale.shape)}, needs float32 {tuple(index.shape)}")
+    check_same_device(scale, "scale", x, name)
 
 
 def gather_rows(x: Tensor, slot: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
     """x[slot // top_k] * scale (R, K), in x's dtype. Arguments as in the reference."""
-    _check(x, slot, top_k, scale, x.shape[0])
-    x = _rows(x)
+    _check(x, "x", slot, top_k, scale, x.shape[0])
+    x = with_whole_rows(x)
     out = x.new_empty((slot.shape[0], x.shape[1]))
     if out.numel():
         blocks = ceil_div(x.shape[1], BLOCK)
@@ -108,12 +116,15 @@ def gather_rows(x: Tensor, slot: Tensor, top_k: int, scale: Tensor | None) -> Te
 
 def sum_rows(rows: Tensor, row: Tensor, top_k: int, scale: Tensor | None, base: Tensor | None) -> Tensor:
     """base + sum over choices of (rows * scale)[row] (T, K), in rows' dtype. Arguments as in the reference."""
-    _check(rows, row, top_k, scale, rows.shape[0] // top_k)
-    rows = _rows(rows)
-    base = None if base is None else _rows(base)
-    out = rows.new_empty((rows.shape[0] // top_k, rows.shape[1]))
-    if base is not None and (base.shape != out.shape or base.dtype != out.dtype):
-        raise ValueError(f"base is {base.dtype} {tuple(base.shape)}, needs {out.dtype} {tuple(out.shape)}")
+    _check(rows, "rows", row, top_k, scale, rows.shape[0] // top_k)
+    shape = (rows.shape[0] // top_k, rows.shape[1])
+    if base is not None:
+        if base.shape != shape or base.dtype != rows.dtype:
+            raise ValueError(f"base is {base.dtype} {tuple(base.shape)}, needs {rows.dtype} {shape}")
+        check_same_device(base, "base", rows, "rows")
+        base = with_whole_rows(base)
+    rows = with_whole_rows(rows)
+    out = rows.new_empty(shape)
     if out.numel():
         blocks = ceil_div(rows.shape[1], BLOCK)
         launch(
@@ -127,8 +138,12 @@ def sum_rows(rows: Tensor, row: Tensor, top_k: int, scale: Tensor | None, base: 
 
 def gather_rows_backward(drows: Tensor, x: Tensor, row: Tensor, top_k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dscale), the gradients of `gather_rows`. Arguments as in the reference."""
-    _check(drows, row, top_k, scale, x.shape[0])
-    drows, x = _rows(drows), _rows(x)
+    _check(x, "x", row, top_k, scale, x.shape[0])
+    check_source(drows, "drows", (2,))
+    check_same_device(drows, "drows", x, "x")
+    if drows.shape != (row.shape[0], x.shape[1]):
+        raise ValueError(f"drows is {tuple(drows.shape)}, needs {(row.shape[0], x.shape[1])}")
+    drows, x = with_whole_rows(drows), with_whole_rows(x)
     dx, dscale = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(scale)
     if dx.numel():
         choices = next_power_of_2(top_k)

@@ -165,16 +165,21 @@ def row_parts(features: int) -> tuple[int, int]:
 
 
 def groups_of(x: Tensor, group_ends: Tensor | None) -> int:
+    """How many groups have column maxima of their own."""
     if group_ends is not None:
         return group_ends.shape[0]
     return x.shape[0] if x.ndim == 3 else 1
 
 
-def check_args(x: Tensor, rounding: str, group_ends: Tensor | None, multiple: int) -> tuple[int, int]:
+def check_args(x: Tensor, rounding: str, group_ends: Tensor | None) -> tuple[int, int]:
+    """What launch.check_groups returns.
+
+    Raises: ValueError or TypeError for a rounding or groups that don't fit x (T, K) or (E, N, K).
+    """
     check_choices(rounding)
     if group_ends is not None and x.ndim == 3:
         raise ValueError("group_ends is for tokens (T, K); w (E, N, K) has one group per expert")
-    return check_groups(group_ends, x, x.shape[-2], multiple)
+    return check_groups(group_ends, x, x.shape[-2])
 
 
 def check_row(features: int) -> None:
@@ -184,6 +189,7 @@ def check_row(features: int) -> None:
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
+    """Of experts (0 if there are none), rows and features."""
     return x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)
 
 
@@ -248,7 +254,7 @@ def quantize_aligned_along_k(x: Tensor, rounding: str, group_ends: Tensor | None
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
     check_source(x, "x", (2, 3))
-    groups = check_args(x, rounding, group_ends, 1)
+    groups = check_args(x, rounding, group_ends)
     check_row(x.shape[-1])
     data, scale = _allocate_along_k(x)
     if data.numel() == 0:
@@ -265,7 +271,7 @@ def quantize_aligned_along_k_with_amax(
     G is 1 for tokens without group_ends, E for w.
     """
     check_source(x, "x", (2, 3))
-    groups = check_args(x, rounding, group_ends, 1)
+    groups = check_args(x, rounding, group_ends)
     check_row(x.shape[-1])
     data, scale, amax = _allocate_with_amax(x, group_ends)
     if data.numel() == 0:

@@ -28,7 +28,9 @@ from mxfp8_titan.kernels.groups import place_tile
 from mxfp8_titan.kernels.launch import (
     can_load_words,
     ceil_div,
+    check_device,
     check_groups,
+    check_same_device,
     check_source,
     launch,
     new_tensor,
@@ -102,6 +104,7 @@ def aligned_along_t_kernel(
 
 @triton.jit
 def _store_scales(amax_ptr, scale_ptr, group, tile_k, K, ROUNDING: tl.constexpr, TILE_K: tl.constexpr):
+    """Writes the scales of TILE_K features of one group."""
     k = tile_k * TILE_K + tl.arange(0, TILE_K)
     amax = magnitude_bits(tl.load(amax_ptr + group * K + k, mask=k < K, other=0.0))
     byte = e8m0_from_bits(amax, ROUNDING)
@@ -115,6 +118,7 @@ def _encode_tile(
     ROUNDING: tl.constexpr, FROM_FP8: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
     TILE_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
+    """Scales and transposes tile number `tile` along the tokens, `tile_k` along the features."""
     group, expert, first, read_end, _, _, _ = place_tile(
         tile, tiles_t, T, T_OUT, group_ends_ptr, num_groups, TILE_T, GROUPS, True
     )
@@ -228,7 +232,7 @@ def launch_along_t(
 def _quantize_along_t(
     x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    groups = check_args(x, rounding, group_ends, 1)
+    groups = check_args(x, rounding, group_ends)
     data, scale = _allocate(x, group_ends)
     tiles_t, tiles_k, _, columns = _grid(x, groups[0])
     launch_along_t(x, row_scale, amax, data, scale, rounding, group_ends, groups, tiles_t, tiles_k, columns)
@@ -261,6 +265,11 @@ def requantize_aligned_along_t(
         raise TypeError(
             f"data, scale, amax are {data.dtype}, {scale.dtype}, {amax.dtype}, need float8_e4m3fn, float32, float32"
         )
+    check_device(data, "data")
+    check_same_device(scale, "scale", data, "data")
+    check_same_device(amax, "amax", data, "data")
+    if data.ndim not in (2, 3):
+        raise ValueError(f"data is {tuple(data.shape)}, needs 2 or 3 dims")
     expected = (groups_of(data, group_ends), data.shape[-1])
     if scale.shape != data.shape[:-1] or amax.shape != expected:
         raise ValueError(
@@ -274,8 +283,9 @@ def padded_group_ends(group_ends: Tensor) -> Tensor:
     """(G,) int32: each group's end column in the data of `quantize_aligned_along_t`, its padding counted in.
 
     group_ends: (G,) int32
-    Raises: TypeError for another dtype, ValueError for another shape.
+    Raises: TypeError for another dtype, ValueError for another shape or a device without kernels.
     """
+    check_device(group_ends, "group_ends")
     num_groups, groups = check_groups(group_ends, group_ends, 2**31 - 1)
     out = new_tensor(group_ends, (num_groups,), torch.int32)
     launch(padded_group_ends_kernel, 1, (group_ends, out), (num_groups,), (GROUP_TILE, groups), NUM_WARPS)

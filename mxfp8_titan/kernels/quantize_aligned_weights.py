@@ -12,7 +12,15 @@ from torch import Tensor
 
 from mxfp8_titan.format import GROUP_TILE
 from mxfp8_titan.kernels.column_maxima import merge_maxima, new_partial
-from mxfp8_titan.kernels.launch import ceil_div, check_blocks, check_choices, check_source, new_tensor, register_op
+from mxfp8_titan.kernels.launch import (
+    ceil_div,
+    check_blocks,
+    check_choices,
+    check_same_device,
+    check_source,
+    new_tensor,
+    register_op,
+)
 from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, check_row, config_with_amax, launch_along_k
 from mxfp8_titan.kernels.quantize_aligned_t import TILE_K, launch_along_t
 
@@ -96,6 +104,7 @@ def quantize_aligned_weights_along_n(ws: list[Tensor], amax: Tensor, rounding: s
         raise TypeError(f"amax is {amax.dtype}, needs float32")
     if amax.shape != (experts, features):
         raise ValueError(f"amax is {tuple(amax.shape)}, needs {(experts, features)}, for {tuple(ws[0].shape)}")
+    check_same_device(amax, "amax", ws[0], "ws")
     data, scale = _allocate_along_n(ws)
     amax = amax.contiguous()
     tiles_k = ceil_div(features, TILE_K)

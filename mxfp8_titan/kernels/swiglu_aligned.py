@@ -28,7 +28,16 @@ from mxfp8_titan.kernels.e4m3 import (
     to_e4m3,
     to_fp32,
 )
-from mxfp8_titan.kernels.launch import check_choices, check_groups, check_source, launch, new_tensor, register_op
+from mxfp8_titan.kernels.launch import (
+    check_choices,
+    check_groups,
+    check_same_device,
+    check_source,
+    launch,
+    new_tensor,
+    register_op,
+    with_whole_rows,
+)
 from mxfp8_titan.kernels.quantize_aligned import EMPTY_SCALE, SHARED_BYTES, row_parts, store_zeros
 from mxfp8_titan.kernels.swiglu import sigmoid
 
@@ -177,11 +186,9 @@ def _check(h13: Tensor, rounding: str, group_ends: Tensor | None) -> tuple[int, 
     return check_groups(group_ends, h13, h13.shape[0])
 
 
-def _with_whole_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 class _Config(NamedTuple):
+    """How a kernel is launched."""
+
     programs: int
     constants: tuple[int, int, int]
     """HEAD, TAIL, STAGES"""
@@ -192,7 +199,10 @@ class _Config(NamedTuple):
 
 @lru_cache
 def config_for(rows: int, hidden: int, num_groups: int, row_bytes: int, config: tuple[int, int, int]) -> _Config:
-    """For rows of `hidden` features, for each of which row_bytes are read; config: FORWARD or BACKWARD."""
+    """For `rows` rows of `hidden` features, of which each is row_bytes to read.
+
+    config: FORWARD, BACKWARD or BACKWARD_WITH_TAIL
+    """
     head, tail = row_parts(hidden)
     per_warp, stages, wanted = config
     stages = min(stages, SHARED_BYTES // row_bytes + 1)
@@ -224,7 +234,7 @@ def swiglu_aligned(h13: Tensor, rounding: str, group_ends: Tensor | None = None)
     data, scale, amax = _allocate(h13, group_ends)
     if data.numel() == 0:
         return data, scale.fill_(EMPTY_SCALE), amax.zero_()
-    h13 = _with_whole_rows(h13)
+    h13 = with_whole_rows(h13)
     rows, hidden = data.shape
     config = config_for(rows, hidden, groups[0], 2 * hidden * h13.element_size(), FORWARD)
     partial = new_partial(h13, config.programs, hidden)
@@ -267,13 +277,14 @@ def swiglu_aligned_backward(
     """
     groups = _check(h13, rounding, group_ends)
     check_source(dh, "dh", (2,))
+    check_same_device(dh, "dh", h13, "h13")
     rows, hidden = h13.shape[0], h13.shape[1] // 2
     if dh.shape != (rows, hidden):
         raise ValueError(f"dh is {tuple(dh.shape)}, h13 is {tuple(h13.shape)}: dh needs {(rows, hidden)}")
     data, scale, amax, h_data, h_scale = out = _allocate_backward(h13, group_ends)
     if data.numel() == 0:
         return data, scale.fill_(EMPTY_SCALE), amax.zero_(), h_data, h_scale.fill_(EMPTY_SCALE)
-    dh, h13 = _with_whole_rows(dh), _with_whole_rows(h13)
+    dh, h13 = with_whole_rows(dh), with_whole_rows(h13)
     row_bytes = hidden * (2 * h13.element_size() + dh.element_size())
     with_tail = groups[0] > 0 and row_parts(hidden)[1] > 0
     config = config_for(rows, hidden, groups[0], row_bytes, BACKWARD_WITH_TAIL if with_tail else BACKWARD)

@@ -12,6 +12,9 @@ from mxfp8_titan.kernels.launch import ceil_div, check_groups, check_source, lau
 BLOCK, NUM_WARPS, PROGRAMS = 2048, 4, 64
 """Elements that a program writes at once, warps, programs per group."""
 
+MAX_ELEMENTS = 2**31 - 1 - PROGRAMS * BLOCK
+"""Of a group, so that the offset after the last one still is an int32."""
+
 
 @triton.jit
 def zero_groups_kernel(out_ptr, group_ends_ptr, elements, programs, BLOCK: tl.constexpr):
@@ -28,7 +31,7 @@ def zero_groups_kernel(out_ptr, group_ends_ptr, elements, programs, BLOCK: tl.co
 def zero_empty_groups(out: Tensor, group_ends: Tensor) -> None:
     """Writes zeros into out[e] of every group e without tokens, in place, without a wait for the device.
 
-    out: (E, N, K) fp32, bf16 or fp16 contiguous, N * K below 2**31
+    out: (E, N, K) fp32, bf16 or fp16 contiguous, N * K at most MAX_ELEMENTS
     group_ends: (E,) int32
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
@@ -36,7 +39,11 @@ def zero_empty_groups(out: Tensor, group_ends: Tensor) -> None:
     if not out.is_contiguous():
         raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}, needs to be contiguous")
     num_groups, _ = check_groups(group_ends, out, 2**31 - 1)
+    if num_groups != out.shape[0]:
+        raise ValueError(f"out is {tuple(out.shape)}, group_ends has {num_groups} entries: it needs one a matrix")
     elements = out.shape[1] * out.shape[2]
+    if elements > MAX_ELEMENTS:
+        raise ValueError(f"out is {tuple(out.shape)}, needs at most {MAX_ELEMENTS} elements a group: offsets are int32")
     programs = min(ceil_div(elements, BLOCK), PROGRAMS)
     if num_groups * programs:
         launch(zero_groups_kernel, num_groups * programs, (out, group_ends), (elements, programs), (BLOCK,), NUM_WARPS)

@@ -45,6 +45,11 @@ def test_equal_groups_get_equal_shares(device):
     assert sorted(sizes) == [0] * 4 + [32] * 128
 
 
+@pytest.mark.parametrize("groups", [1, 2, 7, 300])
+def test_there_are_more_programs_than_groups(groups):
+    assert all(programs_for(rows, 1, groups, 1, 1) > groups for rows in (1, 15, 17, 100, 4096, 131073))
+
+
 @pytest.mark.parametrize("experts", [1, 3, 300])
 def test_without_groups_every_program_has_rows(experts):
     for rows in (1, 15, 17, 100, 2048, 4096, 4225, 131073):

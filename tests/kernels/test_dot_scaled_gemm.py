@@ -145,7 +145,8 @@ def test_no_tokens_give_zeros(device):
     out = torch.full((32, 32), float("nan"), device=device)
     gemm_over_t(a, scale, a, scale, None, out)
     assert (out == 0).all()
-    gemm_of_rows([(a.t(), scale, out.to(a.dtype), scale)], None, out[:0])
+    b_scale = torch.empty((128, 4), dtype=torch.float8_e8m0fnu, device=device)
+    gemm_of_rows([(a.t(), scale, out.to(a.dtype), b_scale)], None, out[:0])
 
 
 def test_wrong_operands_are_named(device):
@@ -159,6 +160,25 @@ def test_wrong_operands_are_named(device):
         gemm_of_rows([pair], ends, want.t())
     with pytest.raises(TypeError, match=r"a is torch.float32"):
         gemm_of_rows([(a.float(), a_scale, b, b_scale)], ends, want)
+    with pytest.raises(TypeError, match=r"out is torch.float64"):
+        gemm_of_rows([pair], ends, want.double())
+    with pytest.raises(ValueError, match=r"b is on meta, needs .*, where out is"):
+        gemm_of_rows([(a, a_scale, b.to("meta"), b_scale)], ends, want)
+
+
+def test_scales_of_another_layout_dtype_or_size_are_named(device):
+    (a, a_scale, b, b_scale), ends, want, _ = rows_case(device, SIZES["uneven"], 64, 96)
+    with pytest.raises(TypeError, match=r"a_scale is torch.uint8, needs float8_e8m0fnu"):
+        gemm_of_rows([(a, a_scale.view(torch.uint8), b, b_scale)], ends, want)
+    with pytest.raises(ValueError, match=r"b_scale is .* needs 1536 contiguous bytes in the blocked layout"):
+        gemm_of_rows([(a, a_scale, b, b_scale[:1])], ends, want)
+    with pytest.raises(ValueError, match=r"a_scale is \(640, 4\) with strides \(1, 640\), needs 2560 contiguous"):
+        gemm_of_rows([(a, a_scale.t().contiguous().t(), b, b_scale)], ends, want)
+    (a, a_scale, b, b_scale), ends, want, _ = over_t_case(device, SIZES["uneven"], 96, 160)
+    with pytest.raises(ValueError, match=r"b_scale is .* needs 5120 contiguous bytes"):
+        gemm_over_t(a, a_scale, b, a_scale, ends, want)
+    with pytest.raises(ValueError, match=r"a_scale is on meta"):
+        gemm_over_t(a, a_scale.to("meta"), b, b_scale, ends, want)
 
 
 @pytest.mark.gpu

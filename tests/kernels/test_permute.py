@@ -70,3 +70,19 @@ def test_a_permutation_of_another_size_or_dtype_is_refused(device):
         permute.gather_rows(x, slot, 2, scale.double())
     with pytest.raises(ValueError, match="base is torch.bfloat16"):
         permute.sum_rows(rows, row, 2, None, x[:2])
+    with pytest.raises(ValueError, match=r"drows is \(8, 32\), needs \(8, 64\)"):
+        permute.gather_rows_backward(rows[:, :32], x, row, 2, scale)
+    with pytest.raises(TypeError, match="x is torch.int64"):
+        permute.gather_rows(x.long(), slot, 2, None)
+
+
+def test_a_tensor_on_another_device_is_refused(device):
+    x, rows, scale, slot, row = _moves(4, 64, 2, device)
+    with pytest.raises(ValueError, match=f"the permutation is on meta, needs {device}.*, where x is"):
+        permute.gather_rows(x, slot.to("meta"), 2, None)
+    with pytest.raises(ValueError, match="scale is on meta"):
+        permute.gather_rows(x, slot, 2, scale.to("meta"))
+    with pytest.raises(ValueError, match="base is on meta"):
+        permute.sum_rows(rows, row, 2, None, x.to("meta"))
+    with pytest.raises(ValueError, match="drows is on meta"):
+        permute.gather_rows_backward(rows.to("meta"), x, row, 2, scale)

@@ -84,6 +84,8 @@ def test_wrong_arguments_are_named(device):
         quantize_aligned_weights_along_n([w, w[:, :1]], w[:, 0], RCEIL)
     with pytest.raises(ValueError, match=r"amax is \(2, 32\), needs \(2, 64\)"):
         quantize_aligned_weights_along_n([w], w[:, 0, :32], RCEIL)
+    with pytest.raises(ValueError, match="amax is on meta, needs .*, where ws is"):
+        quantize_aligned_weights_along_n([w], w[:, 0].to("meta"), RCEIL)
 
 
 @pytest.mark.gpu

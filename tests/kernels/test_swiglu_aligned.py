@@ -139,6 +139,8 @@ def test_wrong_arguments_are_named(device):
         swiglu_aligned_backward(dh[:, :32], h13, RCEIL)
     with pytest.raises(ValueError, match="rounding is 'up'"):
         swiglu_aligned(h13, "up")
+    with pytest.raises(ValueError, match="dh is on meta, needs"):
+        swiglu_aligned_backward(dh.to("meta"), h13, RCEIL)
 
 
 @pytest.mark.gpu
