@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
@@ -200,3 +201,56 @@ def test_under_autocast_the_output_keeps_the_input_s_dtype(device):
     assert y.dtype == torch.float32
     y.sum().backward()
     assert mx.w1.grad.dtype == torch.float32
+
+
+def test_groups_larger_than_the_tokens_that_are_left_are_padded_to_the_user_s_multiple(device):
+    # 90 of 100 tokens go to one expert: its next multiple of 128 is more than there are tokens.
+    seen = []
+
+    def recording_y(rows, weights, group_ends, *rest):
+        seen.append(group_ends.diff(prepend=group_ends.new_zeros(1)).tolist())
+        return REFERENCE.y(rows, weights, group_ends, *rest)
+
+    _, mx = _experts(experts=2, device=device)
+    alone = copy.deepcopy(mx)
+    mx.backend = Backend(**{**vars(REFERENCE), "y": recording_y, "group_alignment": 32})
+    moe_utils.set_token_group_alignment_size_m(128)
+    try:
+        x, counts = torch.randn(100, 64, device=device), torch.tensor([90, 10], device=device)
+        torch.testing.assert_close(mx(x, counts), alone(x, counts), rtol=1e-5, atol=1e-5)
+    finally:
+        moe_utils.set_token_group_alignment_size_m(8)
+    assert seen == [[128, 128]] * 2
+
+
+def test_token_0_gets_nothing_of_the_padding(device):
+    _, mx = _experts(device=device)
+    padded = copy.deepcopy(mx)
+    padded.backend = Backend(**{**vars(REFERENCE), "group_alignment": 32})
+    x, counts = torch.randn(100, 64, device=device), torch.tensor([40, 0, 7, 53], device=device)
+    got = []
+    for module in (mx, padded):
+        inp = x.clone().requires_grad_()
+        y = module(inp, counts)
+        y.backward(torch.ones_like(y))
+        got.append((y[0], inp.grad[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+def test_compiled_experts_take_any_tokens_none_too(device):
+    torch._dynamo.reset()
+    counting = CompileCounter()
+    _, eager = _experts(device=device)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled._run, backend=counting, fullgraph=True, dynamic=True)
+    for counts in ([40, 0, 7, 53], [0, 0, 0, 0], [0, 0, 0, 100], [1, 2, 3, 4], [64, 64, 0, 0]):
+        counts = torch.tensor(counts, device=device)
+        results = []
+        for module, call in ((eager, eager._run), (compiled, run)):
+            module.zero_grad()
+            x = torch.linspace(-1, 1, int(counts.sum()) * 64, device=device).view(-1, 64).requires_grad_()
+            y = call(module.w1, module.w2, module.w3, x, counts)
+            y.sum().backward()
+            results.append((y, x.grad, module.w1.grad, module.w2.grad, module.w3.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert counting.frame_count <= 2
