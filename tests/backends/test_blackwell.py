@@ -20,6 +20,10 @@ from tests.oracles import FLOOR_RECIPE, RCEIL_RECIPE, sqnr
 GEMMS = ["auto", "library", "own"]
 ENDS = [64, 64, 96, 352]
 
+BF16_STEP = 2.0**-7
+"""Between neighbours, relative: equal operands summed in another order may round to the next one. Elements that cancel
+to nearly nothing differ by more of themselves; for them the tests allow a hundredth of the typical element."""
+
 
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch):
@@ -64,7 +68,7 @@ def test_products_are_those_of_emulation(grouped, rounding, gemm, device):
     got = _run(*tensors, ends, _recipe(rounding, gemm=gemm), BLACKWELL)
     want = _run(*tensors, ends, RCEIL_RECIPE if rounding == RCEIL else FLOOR_RECIPE, REFERENCE)
     for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=2**-7, atol=1e-2 * w.abs().mean().item())
+        torch.testing.assert_close(g, w, rtol=BF16_STEP, atol=1e-2 * w.abs().mean().item())
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -86,7 +90,7 @@ def test_dense_layers_take_any_number_of_tokens(tokens, gemm, device):
     got = _run(*tensors, None, _recipe(gemm=gemm), BLACKWELL, torch.float32)
     want = _run(*tensors, None, RCEIL_RECIPE, REFERENCE, torch.float32)
     for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(g, w, rtol=BF16_STEP, atol=1e-2)
 
 
 def _mlp(tensors, function):

@@ -1,7 +1,7 @@
 """The Hopper backend: its wiring on CPU tensors with references for kernels, the whole of it on an H100 or H200."""
 
 import copy
-import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +12,19 @@ from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
 from mxfp8_titan.backends import hopper, select
 from mxfp8_titan.backends.hopper import HOPPER
 from mxfp8_titan.backends.reference import REFERENCE
-from mxfp8_titan.job_config import MX, RECIPES, recipe_from
+from mxfp8_titan.job_config import MX, recipe_from
 from tests.backends import aligned_on_cpu
 from tests.oracles import RCEIL_RECIPE, sqnr
 
 GEMMS = ["auto", "library", "own"]
 ENDS = [[64, 64, 97, 352], [0, 0, 0, 0], [0, 352, 352, 352], [1, 2, 3, 4]]
+
+LOST_DB = {0.0: 0.1, 1.0: 0.3}
+"""dB that a product may lose against exact 1x32 blocks, by the data's mean. docs/numerics.md has what was measured:
+0.01 and, where most of the error is the bf16 output's, 0.22."""
+
+FP8_ERROR = 0.06
+"""Norm of the error over that of the product. Two operands quantized at 31.5 dB make 0.038; a wrong row makes 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +76,7 @@ def _exact(x, w, dy, ends):
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_sqnr_is_within_a_tenth_of_a_decibel_of_exact_1x32_emulation(grouped, mean, gemm, device):
+def test_sqnr_is_within_tenths_of_a_decibel_of_exact_1x32_emulation(grouped, mean, gemm, device):
     x, w, dy = _tensors(grouped, device, tokens=512, n=256, k=512)
     x, dy = x + mean, dy + mean
     ends = _ends([128, 128, 320, 512], device) if grouped else None
@@ -79,7 +86,7 @@ def test_sqnr_is_within_a_tenth_of_a_decibel_of_exact_1x32_emulation(grouped, me
     got = _run(x, w, dy, ends, _recipe(gemm=gemm), HOPPER)
     emulated = _run(x, w, dy, ends, RCEIL_RECIPE, REFERENCE)
     for result, reference, answer in zip(got, emulated, exact, strict=True):
-        assert sqnr(result, answer) >= sqnr(reference, answer) - (0.1 if mean == 0 else 0.3)
+        assert sqnr(result, answer) >= sqnr(reference, answer) - LOST_DB[mean]
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -98,7 +105,7 @@ def test_groups_of_any_size_and_garbage_past_the_last(ends, gemm, device):
     assert (dx[last:] == 0).all()
     for got, exact in zip((y, dx, dw), want, strict=True):
         assert got.isfinite().all()
-        assert (got.double() - exact).norm() <= 0.06 * exact.norm() + 1e-6
+        assert (got.double() - exact).norm() <= FP8_ERROR * exact.norm()
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -108,7 +115,7 @@ def test_dense_layers_take_any_number_of_tokens(tokens, gemm, device):
     y, dx, dw = _run(x, w, dy, None, _recipe(gemm=gemm), HOPPER)
     exact = (x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double())
     for got, want in zip((y, dx, dw), exact, strict=True):
-        assert (got.double() - want).norm() <= 0.06 * want.norm()
+        assert (got.double() - want).norm() <= FP8_ERROR * want.norm()
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -179,13 +186,16 @@ def test_compiles_into_one_graph_for_any_number_of_tokens(grouped, device):
 
 
 def test_frozen_weights_and_inputs_cost_nothing(device):
+    def wasted(*args):
+        raise AssertionError("this gradient was not asked for")
+
     x, w, dy = _tensors(False, device)
-    y = LinearFunction.apply(x.requires_grad_(), w, None, _recipe(), HOPPER, torch.bfloat16)
-    y.backward(dy)
-    assert w.grad is None
-    y = LinearFunction.apply(x.detach(), w.requires_grad_(), None, _recipe(), HOPPER, torch.bfloat16)
-    y.backward(dy)
-    assert w.grad is not None
+    backend = replace(HOPPER, dw=wasted)
+    LinearFunction.apply(x.requires_grad_(), w, None, _recipe(), backend, torch.bfloat16).backward(dy)
+    assert x.grad.shape == x.shape
+    backend = replace(HOPPER, dx=wasted, quantize_weights_for_dx=wasted)
+    LinearFunction.apply(x.detach(), w.requires_grad_(), None, _recipe(), backend, torch.bfloat16).backward(dy)
+    assert w.grad.shape == w.shape
 
 
 # PyTorch's other checks compare inputs before and after, which it cannot do in FP8.
@@ -219,7 +229,6 @@ def test_every_op_passes_torch_s_own_checks(grouped, device):
 
 def test_a_copied_backend_is_the_same_one():
     assert copy.deepcopy(HOPPER) is HOPPER
-    assert math.prod(RECIPES["mxfp8_hopper"].capabilities[0]) == 0
 
 
 @pytest.mark.hopper
