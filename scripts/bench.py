@@ -29,7 +29,9 @@ def main() -> None:
         "accuracy": accuracy.measure,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *by_bandwidth, *others, *gemms])
+    names = [*by_bandwidth, *others, *gemms]
+    what = f"what to measure, of {', '.join(names)}; all (default) leaves out {', '.join(gemms)}"
+    parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *names], metavar="NAME", help=what)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--commit", help="what to record when the tree is no git checkout")
     args = parser.parse_args()

@@ -32,7 +32,7 @@ def measure() -> list[Row]:
             for product in ("y", "dx", "dw"):
                 if product != "dw" and length > LONGEST_ROW:
                     continue
-                found = {name: _sqnr(product, length, mean, *choice) for name, choice in choices.items()}
+                found = {name: _sqnr_of(product, length, mean, *choice) for name, choice in choices.items()}
                 table.append((f"normal + {mean:g}" if mean else "normal", product, length, *found.values()))
                 gaps[mean].append((found["1x32"] - min(found["library"], found["own"]), product, length))
     print_table(["data", "product", "summed over", *choices], table)
@@ -45,9 +45,15 @@ def measure() -> list[Row]:
     return rows
 
 
-def _sqnr(product: str, length: int, mean: float, backend: Backend, recipe: Recipe) -> float:
-    sizes = {"y": "k", "dx": "n", "dw": "t"}
-    t, n, k = (length if sizes[product] == dim else OTHER for dim in "tnk")
+def sqnr(actual: Tensor, exact: Tensor) -> float:
+    """Signal to noise in dB of a result beside the exact one, fp64."""
+    return 20 * torch.log10(exact.norm() / (actual.double() - exact).norm()).item()
+
+
+def _sqnr_of(product: str, length: int, mean: float, backend: Backend, recipe: Recipe) -> float:
+    """Of y, dx or dw, whose sum has this length."""
+    summed = {"y": "k", "dx": "n", "dw": "t"}[product]
+    t, n, k = (length if dim == summed else OTHER for dim in "tnk")
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -65,5 +71,4 @@ def _sqnr(product: str, length: int, mean: float, backend: Backend, recipe: Reci
         "dx": lambda: (x.grad, dy.double() @ w.double()),
         "dw": lambda: (w.grad, dy.double().t() @ x.double()),
     }[product]()
-    noise = (result.detach().double() - exact).norm()
-    return 20 * torch.log10(exact.norm() / noise).item()
+    return sqnr(result.detach(), exact)

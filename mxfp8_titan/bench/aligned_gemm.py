@@ -4,7 +4,6 @@ FP8 and bf16 GEMMs run the card into its power limit, and its clock then depends
 a case take turns, and a speed-up is that of the medians of many turns.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mxfp8_titan.bench.results import Row, print_table
-from mxfp8_titan.bench.swizzle import random_ends
+from mxfp8_titan.bench.shapes import random_ends
+from mxfp8_titan.bench.timing import in_turns_us
 from mxfp8_titan.format import BLOCK_SIZE, GROUP_TILE, round_up
 from mxfp8_titan.kernels.aligned_gemm import aligned_gemm, aligned_gemm_over_t
 from mxfp8_titan.reference import aligned_gemm as ref
@@ -108,7 +108,7 @@ def dense(tokens: int, n: int, k: int) -> Versions:
 
 def product(name: str, tokens: int, n: int, k: int, groups: int) -> Versions:
     """y, dx or dw of experts with weights (n, k), in groups of uneven random sizes."""
-    ends = random_ends(tokens, groups, BLOCK_SIZE)
+    ends = random_ends(tokens, groups)
     if name == "dw":
         return over_tokens(tokens, n, k, ends)
     return rows_times_matrices(tokens, *((n, k) if name == "y" else (k, n)), ends)
@@ -119,21 +119,6 @@ def check(versions: Versions, case: str) -> None:
     ours, expected = versions.ours().double(), versions.reference().double()
     error = ((ours - expected).norm() / expected.norm()).item()
     assert error <= ALLOWED_ERROR, f"{case}: relative error {error}"
-
-
-def in_turns_us(calls: list[Callable[[], object]], total_us: float = 60_000) -> list[float]:
-    """Median time of each call, which take turns until each has run about total_us, twice in a row each turn."""
-    times = [[] for _ in calls]
-    while min(map(sum, times)) < total_us or len(times[0]) < 5:
-        for call, measured in zip(calls, times, strict=True):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            measured.append(1000 * start.elapsed_time(end))
-    return [statistics.median(measured) for measured in times]
 
 
 def line(name: str, shape: tuple[int, ...], versions: Versions) -> tuple:

@@ -4,7 +4,7 @@ python -m mxfp8_titan.bench.alignment --job.config_file configs/llama4_scout_2la
 
 Trains the job in emulated MXFP8, eager, and compares each operand of each product with itself: every tensor that a
 converted module multiplies, in each direction it is multiplied. Prints one row a kind of module and operand, and
-writes them to the file named by MXFP8_TITAN_ALIGNMENT, if it is set. Source: docs/numerics.md.
+writes them to the file named by MXFP8_TITAN_ALIGNMENT, if it is set. docs/numerics.md shows a run.
 """
 
 import itertools
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_titan.backends.interface import Backend
+from mxfp8_titan.bench.results import markdown_table
 from mxfp8_titan.format import BLOCK_SIZE
 from mxfp8_titan.reference.quantize import dequantize, e8m0_from_amax, e8m0_to_float, quantize_along_k
 from mxfp8_titan.reference.quantize_aligned import encode
@@ -147,19 +148,11 @@ def main() -> None:
         record(part, totals)
     trainer.train()
     rows = [{"module": module, "operand": operand, **total.row()} for (module, operand), total in totals.items()]
-    print_markdown(rows)
+    cells = [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    print(markdown_table(rows[0], cells))
     if path := os.environ.get("MXFP8_TITAN_ALIGNMENT"):
         Path(path).write_text(json.dumps(rows, indent=1) + "\n")
     trainer.close()
-
-
-def print_markdown(rows: list[dict]) -> None:
-    """The rows as a table for docs/numerics.md."""
-    columns = list(rows[0])
-    print("| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
 
 
 if __name__ == "__main__":

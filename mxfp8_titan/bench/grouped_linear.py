@@ -20,14 +20,11 @@ from torch import Tensor
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.backends import hopper
 from mxfp8_titan.backends.hopper import HOPPER
-from mxfp8_titan.bench.aligned_gemm import in_turns_us
 from mxfp8_titan.bench.results import Row, print_table, version
-from mxfp8_titan.bench.timing import copy_gbps, graphed, host_us
-from mxfp8_titan.job_config import RECIPES, Recipe
+from mxfp8_titan.bench.shapes import GROUPED, random_ends
+from mxfp8_titan.bench.timing import copy_gbps, forward_and_backward, graphed, host_us, in_turns_us
+from mxfp8_titan.job_config import MX, Recipe, recipe_from
 
-TOKENS = (16384, 128000)
-WEIGHTS = ((8192, 5120), (1536, 5120), (2048, 7168))
-GROUPS = (1, 2, 4, 8)
 LARGE = (128000, 8192, 5120)
 
 GEMMS = ("library", "own")
@@ -55,17 +52,9 @@ class Case:
     share_of_limit: float
 
 
-def uneven_ends(tokens: int, groups: int) -> Tensor:
-    """(groups,) int32 on the GPU: random sizes that are multiples of 32 and fill all tokens."""
-    generator = torch.Generator().manual_seed(tokens + groups)
-    cuts = torch.randint(0, tokens // 32 + 1, (groups - 1,), generator=generator).sort().values
-    return torch.cat([cuts * 32, torch.tensor([tokens])]).to(torch.int32).cuda()
-
-
 def recipe(gemm: str) -> Recipe:
     """mxfp8_hopper with the GEMMs named."""
-    base = RECIPES["mxfp8_hopper"]
-    return Recipe(base.name, base.rounding, base.capabilities, gemm=gemm)
+    return recipe_from(MX(gemm=gemm), "mxfp8_hopper")
 
 
 def measure(csv_path: Path | None = None, gemms: tuple[str, ...] = ("library", "auto")) -> list[Row]:
@@ -75,11 +64,9 @@ def measure(csv_path: Path | None = None, gemms: tuple[str, ...] = ("library", "
     """
     copy = copy_gbps()
     cases = []
-    for tokens in TOKENS:
-        for n, k in WEIGHTS:
-            for groups in GROUPS:
-                cases += _measure_case(tokens, n, k, groups, gemms, copy)
-                torch.cuda.empty_cache()
+    for shape in GROUPED:
+        cases += _measure_case(*shape, gemms, copy)
+        torch.cuda.empty_cache()
     print(f"host: {_host_us():.0f} us a forward and backward of mxfp8_hopper, {_host_us(bf16=True):.0f} of bf16")
     columns = [field.name for field in fields(Case)]
     print_table(columns, [astuple(case) for case in cases])
@@ -114,7 +101,7 @@ def _worst(id: str, target: str, cases: list[Case], field: str, unit: str) -> Ro
 
 
 def _measure_case(tokens: int, n: int, k: int, groups: int, gemms: tuple[str, ...], copy: float) -> list[Case]:
-    ends = uneven_ends(tokens, groups)
+    ends = random_ends(tokens, groups, seed=tokens + groups)
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = (torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
@@ -127,7 +114,7 @@ def _measure_case(tokens: int, n: int, k: int, groups: int, gemms: tuple[str, ..
         names.append(f"torchao {version('torchao')}")
         forwards.append(lambda: peer(x, w.mT, ends, pad_token_groups_for_grouped_mm=False))
     products = _products(x.detach(), w.detach(), dy, ends)
-    steps = [lambda forward=forward: _step(forward, dy, x, w) for forward in forwards]
+    steps = [lambda forward=forward: forward_and_backward(forward, dy, x, w) for forward in forwards]
     memory = torch.cuda.graph_pool_handle()
     times = in_turns_us([graphed(call, memory) for call in (*forwards, *steps, *products)], TURNS_US)
     fwd, both = times[: len(forwards)], times[len(forwards) : 2 * len(forwards)]
@@ -156,17 +143,16 @@ def _peer() -> Callable[..., Tensor] | None:
 
 def _host_us(bf16: bool = False) -> float:
     """The host's time for one forward and backward, on tensors so small that the device waits for it."""
-    ends = uneven_ends(256, 2)
+    ends = random_ends(256, 2)
     x, w, dy = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((256, 256), (2, 256, 256), (256, 256)))
     x, w, how = x.requires_grad_(), w.requires_grad_(), recipe("auto")
-    if bf16:
-        return host_us(lambda: _step(lambda: torch._grouped_mm(x, w.mT, offs=ends), dy, x, w))
-    return host_us(lambda: _step(lambda: LinearFunction.apply(x, w, ends, how, HOPPER, torch.bfloat16), dy, x, w))
 
+    def forward() -> Tensor:
+        if bf16:
+            return torch._grouped_mm(x, w.mT, offs=ends)
+        return LinearFunction.apply(x, w, ends, how, HOPPER, torch.bfloat16)
 
-def _step(forward: Callable[[], Tensor], dy: Tensor, x: Tensor, w: Tensor) -> None:
-    x.grad = w.grad = None
-    forward().backward(dy)
+    return host_us(lambda: forward_and_backward(forward, dy, x, w))
 
 
 def _products(x: Tensor, w: Tensor, dy: Tensor, ends: Tensor) -> list[Callable[[], object]]:

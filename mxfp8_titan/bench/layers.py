@@ -12,8 +12,8 @@ from torchtitan.models.moe.moe import MoE
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
 from mxfp8_titan.backends.hopper import HOPPER
-from mxfp8_titan.bench.aligned_gemm import in_turns_us
 from mxfp8_titan.bench.results import Row
+from mxfp8_titan.bench.timing import forward_and_backward, in_turns_us
 from mxfp8_titan.job_config import RECIPES
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.feed_forward import fuse_feed_forwards
@@ -58,7 +58,7 @@ def measure_moe_layer() -> Row:
             torch.manual_seed(0)
             moe = _moe(mxfp8)
             leaves = [x, *moe.parameters()]
-            steps.append(lambda moe=moe, leaves=leaves: _step(lambda: moe(x), dy, leaves))
+            steps.append(lambda moe=moe, leaves=leaves: forward_and_backward(lambda: moe(x), dy, *leaves))
         times = in_turns_us(steps)
     finally:
         moe_module._run_experts_grouped_mm = grouped_mm
@@ -74,7 +74,7 @@ def measure_dense_linear() -> Row:
         lambda: nn.functional.linear(x, w),
         lambda: LinearFunction.apply(x, w, None, RECIPE, HOPPER, torch.bfloat16),
     ]
-    times = in_turns_us([lambda call=call: _step(call, dy, [x, w]) for call in calls])
+    times = in_turns_us([lambda call=call: forward_and_backward(call, dy, x, w) for call in calls])
     return _speedup("dense_linear", ">= 1.5", times, f"{TOKENS} x {DIM} x {HIDDEN}")
 
 
@@ -109,12 +109,6 @@ def _saved_bytes(call: Callable[[], Tensor], weights: tuple[Tensor, ...]) -> int
     for weight in weights:
         storages.pop(weight.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def _step(forward: Callable[[], Tensor], dy: Tensor, leaves: list[Tensor]) -> None:
-    for leaf in leaves:
-        leaf.grad = None
-    forward().backward(dy)
 
 
 def _speedup(id: str, target: str, times: list[float], shape: str) -> Row:

@@ -22,23 +22,17 @@ from mxfp8_titan.backends.blackwell import BLACKWELL
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.backends.select import current_device, select
-from mxfp8_titan.bench.timing import device_us
+from mxfp8_titan.bench.accuracy import sqnr
+from mxfp8_titan.bench.shapes import GROUPED
+from mxfp8_titan.bench.timing import device_us, forward_and_backward
 from mxfp8_titan.format import BLOCKED, RCEIL
 from mxfp8_titan.job_config import MX, RECIPES, Recipe, recipe_from
 from mxfp8_titan.kernels.dot_scaled_gemm import gemm_of_rows, gemm_over_t
 from mxfp8_titan.kernels.quantize import quantize_along_k, quantize_along_t
 from mxfp8_titan.reference import dot_scaled_gemm as ref
 
-GROUPED = [
-    (tokens, n, k, groups)
-    for tokens in (16384, 128000)
-    for n, k in ((8192, 5120), (1536, 5120), (2048, 7168))
-    for groups in (1, 2, 4, 8)
-]
-"""Tokens, out features, in features, experts."""
-
 GEMMS = [(16384, 8192, 5120, 0), (16384, 8192, 5120, 8), (16384, 5120, 8192, 0), (16384, 1536, 5120, 0)]
-"""The same, 0 experts for dense."""
+"""(T, N, K, E), 0 experts for dense."""
 
 LOST_DB = 0.3
 """Signal to noise, dB, that a product may lose against emulation: results are rounded to bf16."""
@@ -131,7 +125,7 @@ def _check_recipe(what: str, function: Callable[..., Tensor], recipe: Recipe, ba
     got = run(lambda *leaves: function(*leaves, ends, recipe, backend, torch.bfloat16), torch.bfloat16)
     emulated = run(lambda *leaves: function(*leaves, ends, recipe, REFERENCE, torch.bfloat16), torch.bfloat16)
     exact = run(lambda *leaves: _exactly(function is _mlp, ends, *leaves), torch.float64)
-    lost = max(_sqnr(e, x) - _sqnr(g, x) for g, e, x in zip(got, emulated, exact, strict=True))
+    lost = max(sqnr(e, x) - sqnr(g, x) for g, e, x in zip(got, emulated, exact, strict=True))
     zeros = not grouped or all((t[992:] == 0).all().item() for t in got[:2])
     return Check(what, lost <= LOST_DB and zeros, f"{lost:+.2f} dB lost at most{'' if zeros else ', tail not zero'}")
 
@@ -146,11 +140,6 @@ def _exactly(mlp: bool, ends: Tensor | None, x: Tensor, w1: Tensor, w2: Tensor, 
     parts = [layer(x[start:end], w1[e], w2[e], w3[e]) for e, (start, end) in enumerate(bounds)]
     rest = x.new_zeros((x.shape[0] - int(ends[-1]), parts[0].shape[1]))
     return torch.cat([*parts, rest])
-
-
-def _sqnr(actual: Tensor, exact: Tensor) -> float:
-    noise = (actual.double() - exact).norm()
-    return 20 * torch.log10(exact.norm() / noise).item()
 
 
 def gemm_table(shapes: list[tuple[int, int, int, int]]) -> Iterator[tuple]:
@@ -207,16 +196,15 @@ def grouped_table(shapes: list[tuple[int, int, int, int]]) -> Iterator[tuple]:
         x, w, dy, ends = _tensors(*shape)
         x.requires_grad_()
         w.requires_grad_()
-
-        def step(forward: Callable[[], Tensor], x: Tensor = x, w: Tensor = w, dy: Tensor = dy) -> None:
-            x.grad = w.grad = None
-            forward().backward(dy)
-
-        bf16 = device_us(lambda x=x, w=w, ends=ends, step=step: step(lambda: _bf16(x, w.mT, ends)))
+        bf16 = _step_us(lambda x=x, w=w, ends=ends: _bf16(x, w.mT, ends), dy, x, w)
         for recipe, backend in _timed_recipes():
             how = ends, recipe, backend, torch.bfloat16
-            here = device_us(lambda x=x, w=w, how=how, step=step: step(lambda: LinearFunction.apply(x, w, *how)))
+            here = _step_us(lambda x=x, w=w, how=how: LinearFunction.apply(x, w, *how), dy, x, w)
             yield *shape, recipe.gemm, round(bf16), round(here), round(bf16 / here, 2)
+
+
+def _step_us(forward: Callable[[], Tensor], dy: Tensor, x: Tensor, w: Tensor) -> float:
+    return device_us(lambda: forward_and_backward(forward, dy, x, w))
 
 
 def main() -> int:

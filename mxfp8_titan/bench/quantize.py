@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_titan.bench.results import Row, print_table
+from mxfp8_titan.bench.shapes import random_ends
 from mxfp8_titan.bench.timing import device_us
 from mxfp8_titan.format import BLOCKED, FLOOR, PLAIN, RCEIL
 from mxfp8_titan.kernels import (
@@ -43,16 +44,9 @@ class Op:
     """(*arguments, rounding) -> outputs with plain scales; None where the tests check a bracket instead"""
 
 
-def uneven_ends(tokens: int, groups: int) -> Tensor:
-    """(groups,) int32 ends of random groups, sizes multiples of 32, the last end at 15/16 of the tokens."""
-    generator = torch.Generator().manual_seed(groups)
-    blocks = tokens // 32 * 15 // 16
-    cuts = torch.randint(0, blocks + 1, (groups - 1,), generator=generator).sort().values
-    return (torch.cat([cuts, torch.tensor([blocks])]) * 32).to(torch.int32).cuda()
-
-
 def _requantize_arguments(x: Tensor) -> tuple:
-    ends = uneven_ends(x.shape[0], 8)
+    """FP8 data, its scales and maxima, and groups that end at 15/16 of the tokens."""
+    ends = random_ends(x.shape[0] * 15 // 16, 8)
     data, scale, amax = quantize_aligned.quantize_aligned_along_k_with_amax(x, RCEIL, ends)
     return data, scale, amax, ends
 

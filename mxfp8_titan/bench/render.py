@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from mxfp8_titan.bench.results import markdown_table
+
 TITLES = {"kernels": "Kernels", "gemm": "GEMMs", "e2e": "End to end"}
 
 HEAD = """# Benchmarks
@@ -30,18 +32,12 @@ def section(name: str, results: dict) -> str:
     """One results file as a heading, its environment and a table."""
     lines = [f"\n## {TITLES.get(name, name)}\n"]
     lines += [", ".join(f"{key} {value}" for key, value in results.items() if key not in ("rows", "command")) + "\n"]
-    lines += [f"`{results['command']}`\n", "| id | value | unit | target | met | detail |", "|---|---|---|---|---|---|"]
-    for row in results["rows"]:
-        cells = [
-            row["id"],
-            f"{row['value']:g}",
-            row["unit"],
-            row["target"],
-            met(row["value"], row["target"]),
-            row["detail"],
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    lines += [f"`{results['command']}`\n\n"]
+    cells = [
+        (row["id"], f"{row['value']:g}", row["unit"], row["target"], met(row["value"], row["target"]), row["detail"])
+        for row in results["rows"]
+    ]
+    return "\n".join(lines) + markdown_table(("id", "value", "unit", "target", "met", "detail"), cells)
 
 
 GROUPED = """
@@ -58,11 +54,11 @@ def csv_table(path: Path) -> str:
     """A CSV file as a table."""
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown_table(columns, rows)
 
 
 def main(folder: Path, out: Path) -> None:
+    """Write the whole page to `out`."""
     files = sorted(folder.glob("*.json"), key=lambda path: [*TITLES, path.stem].index(path.stem))
     text = HEAD
     for path in files:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -82,6 +83,13 @@ def write(path: Path, env: dict[str, str], rows: list[Row]) -> None:
         commands = [line for line in found["command"].split(" && ") if line != env["command"]] if kept else []
         env = env | {"command": " && ".join([*commands, env["command"]])}
     path.write_text(json.dumps(env | {"rows": kept + [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown, a line a row, with a line break at the end."""
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def print_table(columns: list[str], rows: list[tuple]) -> None:

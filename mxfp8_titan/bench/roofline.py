@@ -1,4 +1,4 @@
-"""What the published peaks of a B200 allow, on paper: no GPU is used. Rendered into docs/backends.md.
+"""What the published peaks of a B200 allow, on paper: no GPU is used. docs/backends.md shows it, and a test holds that.
 
 python -m mxfp8_titan.bench.roofline
 
@@ -8,6 +8,9 @@ Nothing else costs anything here, so that real speed-ups are smaller, unless bf1
 """
 
 from dataclasses import dataclass
+
+from mxfp8_titan.bench.results import markdown_table
+from mxfp8_titan.bench.shapes import GROUPED
 
 SCALE = 1 + 1 / 32
 """Bytes of an MXFP8 element with its share of a scale."""
@@ -24,14 +27,6 @@ class Peaks:
 
 B200 = Peaks(2.25e15, 4.5e15, 8e12)
 """Source: NVIDIA HGX B200 data sheet, per GPU, without sparsity: bf16 18 and FP8 36 PFLOP/s for eight, 8 TB/s."""
-
-GROUPED = [
-    (tokens, n, k, groups)
-    for tokens in (16384, 128000)
-    for n, k in ((8192, 5120), (1536, 5120), (2048, 7168))
-    for groups in (1, 2, 4, 8)
-]
-"""Tokens, out features, in features, experts: the 24 rows of the grouped table."""
 
 SCOUT = {"wq": (5120, 5120), "wo": (5120, 5120), "shared w1 w3": (16384, 5120), "shared w2": (5120, 8192)}
 """Converted dense linears of a Llama 4 Scout layer: out and in features."""
@@ -56,6 +51,7 @@ def step_us(tokens: int, n: int, k: int, groups: int, peaks: Peaks) -> tuple[flo
 
 
 def grouped_rows(peaks: Peaks = B200) -> list[tuple]:
+    """Forward and backward of each grouped shape: us in bf16, of the MXFP8 GEMMs and of quantization, speed-up."""
     rows = []
     for tokens, n, k, groups in GROUPED:
         bf16, fp8, quantize = step_us(tokens, n, k, groups, peaks)
@@ -80,11 +76,7 @@ def scout_rows(tokens: int = 16384, peaks: Peaks = B200) -> list[tuple]:
     return rows
 
 
-def table(columns: tuple, rows: list[tuple]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (columns, ["---"] * len(columns), *rows))
-
-
 if __name__ == "__main__":
-    print(table(("M", "N", "K", "experts", "bf16 us", "MXFP8 GEMMs us", "quantization us", "speed-up"), grouped_rows()))
-    print()
-    print(table(("layers", "converted", "bf16 ms", "here ms", "speed-up"), scout_rows()))
+    columns = "M", "N", "K", "experts", "bf16 us", "MXFP8 GEMMs us", "quantization us", "speed-up"
+    print(markdown_table(columns, grouped_rows()))
+    print(markdown_table(("layers", "converted", "bf16 ms", "here ms", "speed-up"), scout_rows()))

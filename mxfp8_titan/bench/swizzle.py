@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_titan.bench.results import Row, print_table
+from mxfp8_titan.bench.shapes import random_ends
 from mxfp8_titan.bench.timing import eager_us, graph_us
 from mxfp8_titan.kernels.scale_swizzle import swizzle, swizzle_k_groups, swizzle_t_groups
 from mxfp8_titan.reference import scale_swizzle as ref
@@ -33,13 +34,6 @@ def random_scales(*shape: int) -> Tensor:
     return torch.randint(1, 255, shape, dtype=torch.uint8, device="cuda")
 
 
-def random_ends(total: int, groups: int, unit: int) -> Tensor:
-    """(groups,) int32 ends of uneven random groups that fill `total`, sizes multiples of `unit`."""
-    generator = torch.Generator().manual_seed(groups)
-    cuts = torch.randint(0, total // unit + 1, (groups - 1,), generator=generator).sort().values
-    return (torch.cat([cuts, torch.tensor([total // unit])]) * unit).to(torch.int32).cuda()
-
-
 def measure_k_groups() -> list[Row]:
     """Prints times of the loop version and the parallel version; returns the rows of the speed-ups and eager time."""
     peer = torchao_kernels().get("k_groups")
@@ -47,7 +41,7 @@ def measure_k_groups() -> list[Row]:
     for cols in COLS:
         for rows in ROWS:
             for groups in GROUPS:
-                ends = random_ends(cols * 32, groups, 32)
+                ends = random_ends(cols * 32, groups)
                 plain = random_scales(rows, cols)
                 assert torch.equal(swizzle_k_groups(plain, ends), ref.swizzle_k_groups(plain, ends)), "wrong bytes"
                 moved = 2 * plain.numel()
@@ -104,7 +98,7 @@ def measure_t_groups() -> list[Row]:
     rows = []
     for kind, ends in (
         ("equal", torch.arange(1, 9, dtype=torch.int32, device="cuda") * 16384),
-        ("uneven", random_ends(131072, 8, 32)),
+        ("uneven", random_ends(131072, 8)),
     ):
         assert torch.equal(swizzle_t_groups(scale, ends), ref.swizzle_t_groups(scale, ends)), "wrong bytes"
         rows = _against_torchao(

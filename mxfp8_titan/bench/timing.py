@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+from torch import Tensor
 
 CALLS_IN_GRAPH = 20
 """Calls captured back to back, so that the gap between two graph launches does not count."""
@@ -18,21 +19,17 @@ def device_us(call: Callable[[], object]) -> float:
 
 def graph_us(call: Callable[[], object]) -> float:
     """Median time of one call out of CALLS_IN_GRAPH in a CUDA graph, caches as the calls leave them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def calls() -> None:
         for _ in range(CALLS_IN_GRAPH):
             call()
+
+    replay = graphed(calls)
     times = []
     for _ in range(20):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(1000 * start.elapsed_time(end) / CALLS_IN_GRAPH)
@@ -40,7 +37,7 @@ def graph_us(call: Callable[[], object]) -> float:
 
 
 def graphed(call: Callable[[], object], memory: tuple[int, int] | None = None) -> Callable[[], None]:
-    """What replays one call, captured in a CUDA graph.
+    """What replays one call, captured in a CUDA graph after two for warming up.
 
     memory: a pool that graphs share whose results nobody reads
     """
@@ -54,6 +51,28 @@ def graphed(call: Callable[[], object], memory: tuple[int, int] | None = None) -
     with torch.cuda.graph(graph, pool=memory):
         call()
     return graph.replay
+
+
+def in_turns_us(calls: list[Callable[[], object]], total_us: float = 60_000) -> list[float]:
+    """Median time of each call, which take turns until each has run about total_us, twice in a row each turn."""
+    times = [[] for _ in calls]
+    while min(map(sum, times)) < total_us or len(times[0]) < 5:
+        for call, measured in zip(calls, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            measured.append(1000 * start.elapsed_time(end))
+    return [statistics.median(measured) for measured in times]
+
+
+def forward_and_backward(forward: Callable[[], Tensor], dy: Tensor, *leaves: Tensor) -> None:
+    """A step to be timed: gradients of the leaves are made anew, none is added to."""
+    for leaf in leaves:
+        leaf.grad = None
+    forward().backward(dy)
 
 
 def eager_us(call: Callable[[], object], calls: int = 100) -> float:
