@@ -1,4 +1,4 @@
-"""y = h @ w2^T with h = silu(x @ w1^T) * (x @ w3^T), its nine GEMMs of MXFP8 operands done as six.
+"""y = h @ w2^T with h = silu(x @ w1^T) * (x @ w3^T), its nine GEMMs of MXFP8 operands asked for as six.
 
     h13 = x_along_k @ [w1; w3]_along_k^T                 dh   = dy_along_n @ w2_along_n, dh13 from it
     y   = h_along_k @ w2_along_k^T                       dx   = dh13_along_n @ [w1; w3]_along_n
@@ -6,7 +6,7 @@
                                                          dw2 = dy_along_t^T @ h_along_t
 
 x, dy and dh13 are quantized once each, h once in forward; backward makes h again from h13, which is cheaper than to
-save it. Dense layers (w 2D) and experts (w 3D with groups of tokens) alike.
+save it. Whether w1 and w3 really are one product is the backend's choice. Dense layers (w 2D) and experts (w 3D with groups of tokens) alike.
 """
 
 import torch

@@ -1,1 +1,1 @@
-"""Triton kernels, one family a file; each equals the module of the same name in `reference`."""
+"""Triton and Gluon kernels, one family a file; its first lines name the reference that defines the answer."""
