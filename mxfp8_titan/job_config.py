@@ -128,7 +128,7 @@ class MX:
         for name in ("metrics_file", "trace_file"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"mx.{name} is {getattr(self, name)!r}, needs a path")
-        if not isinstance(self.trace_steps, int) or self.trace_steps < 1:
+        if not isinstance(self.trace_steps, int) or isinstance(self.trace_steps, bool) or self.trace_steps < 1:
             raise ValueError(f"mx.trace_steps is {self.trace_steps!r}, needs a whole number from 1 up")
         if not isinstance(self.health_every, int) or isinstance(self.health_every, bool) or self.health_every < 0:
             raise ValueError(
