@@ -83,7 +83,9 @@ def test_on_a_gpu_kernels_are_traced_and_no_operators(tmp_path):
     assert breakdown.summed_ms["gemm_dense"] > 0
 
 
-@pytest.mark.parametrize(("field", "value"), [("trace_file", 3), ("trace_steps", 0), ("trace_steps", "3"), ("trace_steps", True)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("trace_file", 3), ("trace_steps", 0), ("trace_steps", "3"), ("trace_steps", True)]
+)
 def test_settings_of_a_trace_that_cannot_be_used_are_refused(field, value):
     with pytest.raises((TypeError, ValueError), match=f"mx.{field} is"):
         MX(**{field: value})

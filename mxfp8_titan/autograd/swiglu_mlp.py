@@ -6,7 +6,8 @@
                                                          dw2 = dy_along_t^T @ h_along_t
 
 x, dy and dh13 are quantized once each, h once in forward; backward makes h again from h13, which is cheaper than to
-save it. Whether w1 and w3 really are one product is the backend's choice. Dense layers (w 2D) and experts (w 3D with groups of tokens) alike.
+save it. Whether w1 and w3 really are one product is the backend's choice. Dense layers (w 2D) and experts (w 3D with
+groups of tokens) alike.
 """
 
 import torch
