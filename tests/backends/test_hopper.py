@@ -108,6 +108,16 @@ def test_groups_of_any_size_and_garbage_past_the_last(ends, gemm, device):
         assert (got.double() - exact).norm() <= FP8_ERROR * exact.norm()
 
 
+@pytest.mark.parametrize(("gemm", "exact"), [("library", False), ("own", True)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_fp32_weights_have_fp32_gradients_unless_the_library_rounds_them(grouped, gemm, exact, device):
+    x, w, dy = _tensors(grouped, device)
+    ends = _ends(ENDS[0], device) if grouped else None
+    _, _, dw = _run(x, w.float(), dy, ends, _recipe(gemm=gemm), HOPPER)
+    assert dw.dtype == torch.float32
+    assert torch.equal(dw, dw.bfloat16().float()) != exact
+
+
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("tokens", [0, 1, 33, 200])
 def test_dense_layers_take_any_number_of_tokens(tokens, gemm, device):
