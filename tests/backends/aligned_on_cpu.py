@@ -1,4 +1,4 @@
-"""CPU implementations, from the references, of the ops that the Hopper backend calls: its wiring without a GPU."""
+"""Stand-ins, from the references, for the kernels and GEMMs that the Hopper backend calls: its wiring on a CPU."""
 
 import torch
 
@@ -14,20 +14,53 @@ def _with_amax(x, rounding, group_ends=None):
     return *ref.quantize_aligned_along_k(x, rounding), ref.column_amax(x, group_ends)
 
 
-def _product_dtype(gemm, group_ends, out_dtype):
-    """PyTorch's GEMMs write bf16 alone."""
-    return hopper._own_dtype(out_dtype) if hopper._runs_own(gemm, group_ends) else torch.bfloat16
+def _scaled_mm(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):
+    """torch._scaled_mm as sm90 has it: rows x columns, bf16 out, row-wise scales (M, 1) and (1, N)."""
+    assert out_dtype == torch.bfloat16
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+    assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
+    return ref_gemm.aligned_gemm(Aligned(a, scale_a[:, 0]), Aligned(b.t(), scale_b[0]), None, out_dtype)
 
 
-def _rows_times(a, a_scale, b, b_scale, group_ends, gemm, fast_accumulation, out_dtype):
-    dtype = _product_dtype(gemm, group_ends, out_dtype)
-    return ref_gemm.aligned_gemm(Aligned(a, a_scale), Aligned(b, b_scale), group_ends, dtype).to(out_dtype)
+def _scaled_grouped_mm(a, b, scale_a, scale_b, offs, *, out_dtype, use_fast_accum):
+    """torch._scaled_grouped_mm as sm90 has it. Rows past the last end are left as they come, here NaN."""
+    assert out_dtype == torch.bfloat16
+    assert a.is_contiguous()
+    assert b.mT.is_contiguous()
+    assert a.shape[1] % 16 == b.shape[-1] % 16 == 0
+    groups = offs.shape[0]
+    if b.ndim == 3:
+        assert (scale_a.shape, scale_b.shape) == (a.shape[:1], (groups, b.shape[2]))
+        y = ref_gemm.aligned_gemm(Aligned(a, scale_a), Aligned(b.mT, scale_b), offs, out_dtype)
+        y[int(offs[-1]) :] = float("nan")
+        return y
+    # Another size ends the process there, and so does an end past the operands.
+    assert all(end % 16 == 0 for end in offs.tolist())
+    assert offs[-1] <= a.shape[1] == b.shape[0]
+    scale_a, scale_b = scale_a.view(groups, a.shape[0]), scale_b.view(groups, b.shape[1])
+    out = torch.zeros(groups, a.shape[0], b.shape[1], dtype=out_dtype)
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        if start < end:
+            left, right = Aligned(a[:, start:end], scale_a[group]), Aligned(b.t()[:, start:end], scale_b[group])
+            out[group] = ref_gemm.aligned_gemm(left, right, None, out_dtype)
+        start = end
+    return out
 
 
-def _over_t(a, a_scale, b, b_scale, group_ends, parts, gemm, fast_accumulation, out_dtype):
-    dtype = _product_dtype(gemm, group_ends, out_dtype)
-    dw = ref_gemm.aligned_gemm_over_t(Aligned(a, a_scale), Aligned(b, b_scale), group_ends, parts, dtype)
-    return [part.to(out_dtype, copy=True) for part in dw]
+def _aligned_gemm(a, a_scale, b, b_scale, group_ends, out_dtype):
+    return ref_gemm.aligned_gemm(Aligned(a, a_scale), Aligned(b, b_scale), group_ends, out_dtype)
+
+
+def _aligned_gemm_over_t(a, a_scale, b, b_scale, group_ends, parts, out_dtype):
+    dw = ref_gemm.aligned_gemm_over_t(Aligned(a, a_scale), Aligned(b, b_scale), group_ends, parts, out_dtype)
+    return [part.clone() for part in dw]
+
+
+def _zero_rows_past(out, group_ends):
+    out[int(group_ends[-1]) :] = 0
 
 
 IMPLEMENTATIONS = {
@@ -40,13 +73,17 @@ IMPLEMENTATIONS = {
     ),
     "swiglu_aligned": swiglu_aligned,
     "swiglu_aligned_backward": swiglu_aligned_backward,
-    "hopper_rows_times": _rows_times,
-    "hopper_over_t": _over_t,
+    "padded_group_ends": ref.padded_group_ends,
 }
 
 
-def install() -> torch.library.Library:
-    """Registers them; they are gone with the library that is returned."""
+def install(monkeypatch) -> torch.library.Library:
+    """Puts them in place of kernels and of PyTorch's FP8 GEMMs. The ops are gone with the library that is returned."""
+    for name, function in (("_scaled_mm", _scaled_mm), ("_scaled_grouped_mm", _scaled_grouped_mm)):
+        monkeypatch.setattr(torch, name, function)
+    monkeypatch.setattr(hopper, "aligned_gemm", _aligned_gemm)
+    monkeypatch.setattr(hopper, "aligned_gemm_over_t", _aligned_gemm_over_t)
+    monkeypatch.setattr(hopper, "zero_rows_past", _zero_rows_past)
     library = torch.library.Library("mxfp8_titan", "IMPL")
     for name, function in IMPLEMENTATIONS.items():
         library.impl(name, function, "CPU")

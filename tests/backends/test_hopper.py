@@ -28,10 +28,10 @@ FP8_ERROR = 0.06
 
 
 @pytest.fixture(autouse=True)
-def on_this_machine():
+def on_this_machine(monkeypatch):
     """On a CPU the references stand in; another GPU than Hopper has neither."""
     if not torch.cuda.is_available():
-        library = aligned_on_cpu.install()
+        library = aligned_on_cpu.install(monkeypatch)
         yield
         library._destroy()
     elif select.current_device().capability != (9, 0):

@@ -43,7 +43,7 @@ def how(request, monkeypatch):
         if select.current_device().capability not in NEEDS.get(backend.name, [select.current_device().capability]):
             pytest.skip(f"runs on a CPU or on {NEEDS[backend.name]}")
     elif backend is HOPPER:
-        library = aligned_on_cpu.install()
+        library = aligned_on_cpu.install(monkeypatch)
     elif backend is BLACKWELL:
         library = blackwell_on_cpu.install(monkeypatch)
     yield recipe_from(MX(gemm=gemm), name), backend
