@@ -1,6 +1,7 @@
 """The design's one-way flow of imports, read from the sources."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,23 @@ def test_imports_point_down_only():
         for path in _files(layer):
             extra = _imports(path) - allowed - {layer, "__init__"}
             assert not extra, f"{path.relative_to(PACKAGE)} imports {extra}"
+
+
+def _imported_files(path: Path) -> set[Path]:
+    """Of this project, by `path` itself, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    files = {PACKAGE.parent / (name.replace(".", "/") + ".py") for name in names}
+    return {file for file in files if file.is_relative_to(PACKAGE) and file.exists()}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    graph = {path: _imported_files(path) for path in PACKAGE.rglob("*.py")}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_every_module_and_folder_has_its_place():

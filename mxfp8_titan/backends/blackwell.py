@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mxfp8_titan.backends import select
 from mxfp8_titan.backends.interface import Backend, Operand, Tokens, Weights
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED
 from mxfp8_titan.job_config import Recipe
@@ -54,10 +55,7 @@ def own_kernel_multiplies_experts(gemm: str) -> bool:
 
     Raises: ValueError for library where PyTorch's grouped GEMM cannot run.
     """
-    # select.py imports this file, and is the only reader of device capability.
-    from mxfp8_titan.backends.select import current_device
-
-    lacks = grouped_library_lacks(torch.__config__.show(), current_device().capability)
+    lacks = grouped_library_lacks(torch.__config__.show(), select.current_device().capability)
     if gemm == "library" and lacks:
         raise ValueError(
             f"mx.gemm is library, but PyTorch cannot multiply groups in MXFP8 here: {lacks}. "

@@ -1,11 +1,10 @@
 """Which backend runs a recipe on this machine. The only file that reads device capability."""
 
+import pkgutil
 from dataclasses import dataclass
 
 import torch
 
-from mxfp8_titan.backends.blackwell import BLACKWELL
-from mxfp8_titan.backends.hopper import HOPPER
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.job_config import AUTO, RECIPES
@@ -13,12 +12,13 @@ from mxfp8_titan.job_config import AUTO, RECIPES
 AUTO_ORDER = ("mxfp8_cublas_rceil", "mxfp8_hopper", "mxfp8_emulated_rceil")
 """What `auto` tries, fastest first; the last one runs anywhere."""
 
-FAST_BACKENDS: dict[str, Backend] = {
-    "mxfp8_cublas": BLACKWELL,
-    "mxfp8_cublas_rceil": BLACKWELL,
-    "mxfp8_hopper": HOPPER,
+FAST_BACKENDS = {
+    "mxfp8_cublas": "mxfp8_titan.backends.blackwell:BLACKWELL",
+    "mxfp8_cublas_rceil": "mxfp8_titan.backends.blackwell:BLACKWELL",
+    "mxfp8_hopper": "mxfp8_titan.backends.hopper:HOPPER",
 }
-"""Recipe name -> backend, for the recipes with `capabilities` that this version has a backend for."""
+"""Recipe name -> home of its backend, for the recipes with `capabilities` that this version has a backend for. Its file
+is imported when it is picked, so that a backend can import this one to ask for the device."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ def select(recipe_name: str, device: Device) -> BackendChoice:
             f"mx.recipe_name={recipe_name} has no backend in this version of mxfp8_titan, "
             f"though {device} could run it. {_instead(recipe_name, device)}"
         )
-    return BackendChoice(recipe_name, FAST_BACKENDS[recipe_name], device, f"named, and {device} runs it")
+    return BackendChoice(recipe_name, _fast_backend(recipe_name), device, f"named, and {device} runs it")
+
+
+def _fast_backend(recipe_name: str) -> Backend:
+    return pkgutil.resolve_name(FAST_BACKENDS[recipe_name])
 
 
 def _select_auto(device: Device) -> BackendChoice:
@@ -80,7 +84,7 @@ def _select_auto(device: Device) -> BackendChoice:
     for name in AUTO_ORDER:
         needed = RECIPES[name].capabilities
         if name in FAST_BACKENDS and device.capability in needed:
-            return BackendChoice(name, FAST_BACKENDS[name], device, f"auto: the fastest recipe for {device}")
+            return BackendChoice(name, _fast_backend(name), device, f"auto: the fastest recipe for {device}")
         if device.capability in needed:
             passed_over = f"{name} suits {device}, but this version has no backend for it yet"
     passed_over = passed_over or f"no recipe uses MX or FP8 tensor cores on {device}"

@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from mxfp8_titan.backends.reference import REFERENCE
-from mxfp8_titan.backends.select import Device, select
+from mxfp8_titan.backends.select import FAST_BACKENDS, Device, select
 from mxfp8_titan.job_config import AUTO, MX, RECIPES
 
 CPU = Device("the CPU (no NVIDIA GPU)", None)
@@ -48,14 +48,20 @@ def without_fast_backends(monkeypatch):
 @pytest.fixture
 def fast(monkeypatch):
     """A backend that stands for each native recipe's own."""
-    backend = replace(REFERENCE, name="fast")
-    monkeypatch.setattr("mxfp8_titan.backends.select.FAST_BACKENDS", {name: backend for name, _ in NATIVE})
+    backend = replace(REFERENCE, name="fast", home=f"{__name__}:FAST")
+    monkeypatch.setitem(globals(), "FAST", backend)
+    monkeypatch.setattr("mxfp8_titan.backends.select.FAST_BACKENDS", {name: backend.home for name, _ in NATIVE})
     return backend
 
 
 @pytest.mark.parametrize(("name", "device"), NATIVE)
 def test_a_named_recipe_on_its_device_runs_its_own_backend(name, device, fast):
     assert select(name, device).backend is fast
+
+
+@pytest.mark.parametrize(("name", "device"), NATIVE)
+def test_the_backend_of_each_native_recipe_lives_where_it_says(name, device):
+    assert select(name, device).backend.home == FAST_BACKENDS[name]
 
 
 @pytest.mark.parametrize(("name", "device"), NATIVE)
