@@ -16,7 +16,7 @@ from tests.kernels import test_quantize_32x32 as squares
 from tests.kernels.conftest import INTERPRETED
 from tests.strategies import ROUNDINGS, derandomized, ends_of, group_sizes, strided, values
 
-EXAMPLES = 4 if INTERPRETED else 60
+EXAMPLES = 3 if INTERPRETED else 60
 LAYOUTS = st.sampled_from([PLAIN, BLOCKED])
 
 

@@ -1,5 +1,7 @@
 """Two steps of the debug model under torchtitan's other ways to run it."""
 
+import json
+
 import pytest
 
 from tests.train.harness import MX, TINY, train
@@ -21,12 +23,29 @@ OP_CHECKPOINTING = ("--activation_checkpoint.mode=selective", "--activation_chec
     ids=["expert_parallel_selective_ac", "pipeline", "no_reshard_accumulated", "ddp"],
 )
 def test_two_processes_train_and_log_both_steps(flags, tmp_path):
-    run = train(tmp_path, *MX, *TINY, TWO, *flags, processes=2)
+    metrics = tmp_path / "metrics.jsonl"
+    logged = (f"--mx.metrics_file={metrics}", "--metrics.log_freq=1")
+    run = train(tmp_path, *MX, *TINY, TWO, *logged, *flags, processes=2)
     assert "30 linears and 3 expert modules converted" in run.output
     assert len(run.steps) == 2
+    microbatches = 2 if "--training.global_batch_size=8" in flags else 1
+    if "pipeline" not in flags[0]:
+        # The rate counts every microbatch once: times the step's seconds it is a rank's 2 rows of 64 tokens for each.
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        tokens = [step["throughput(tps)"] * step["time_metrics/end_to_end(s)"] for step in steps]
+        assert tokens == pytest.approx([2 * 64 * microbatches] * 2)
     if "pipeline" not in flags[0]:
         # Under pipelining the loss is on the last stage, and the first rank is the one shown.
         assert all(7 < loss < 9 for loss in run.losses())
+
+
+def test_more_shards_than_experts_and_replicas_beside_them_in_a_dry_run(tmp_path, monkeypatch):
+    # 16 shards of 8 experts, twice: every rank holds a part of each expert, of no multiple of 32, until it is gathered.
+    monkeypatch.setenv("NGPU", "32")
+    degrees = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=16")
+    run = train(tmp_path, *MX, *TINY, "--training.steps=1", *degrees, "--comm.mode=fake_backend")
+    assert "30 linears and 3 expert modules converted" in run.output
+    assert "Training completed" in run.output
 
 
 def test_tensor_parallel_losses_and_gradient_norms_are_those_of_bf16(tmp_path):
