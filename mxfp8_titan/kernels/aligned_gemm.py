@@ -12,8 +12,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from mxfp8_titan.format import BLOCK_SIZE, GROUP_TILE
 from mxfp8_titan.kernels.aligned_gemm_kernel import aligned_gemm_kernel
-from mxfp8_titan.kernels.launch import ceil_div, check_groups, register_op
-from mxfp8_titan.kernels.tensor_map import Boxes, launch_with_boxes, multiprocessors
+from mxfp8_titan.kernels.launch import ceil_div, check_groups, multiprocessors, register_op
+from mxfp8_titan.kernels.tensor_map import Boxes, launch_with_boxes
 
 TILE_M, TILE_N = 128, 256
 """Rows and columns of an output tile."""
@@ -91,7 +91,7 @@ def _launch(
     box_n = BOX_BYTES // out.element_size()
     launch_with_boxes(
         aligned_gemm_kernel,
-        min(multiprocessors(a.device.index), most_tiles),
+        min(multiprocessors(a.get_device()), most_tiles),
         (
             Boxes(a, (a.numel() // depth, depth), (depth, 1), (TILE_M, GROUP_TILE), OPERAND_LAYOUT),
             Boxes(b, (b.numel() // depth, depth), (depth, 1), (TILE_N, GROUP_TILE), OPERAND_LAYOUT),

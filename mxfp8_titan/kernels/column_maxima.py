@@ -14,10 +14,8 @@ from torch import Tensor
 
 from mxfp8_titan.kernels.launch import ceil_div, launch, new_tensor
 
-MULTIPROCESSORS = 132
-"""Programs are a multiple of this, and few, since each leaves a whole row of maxima."""
-
-MAX_PROGRAMS = 8 * MULTIPROCESSORS
+MAX_PROGRAMS = 8
+"""On a multiprocessor: few, since each leaves a whole row of maxima."""
 
 MIN_ROWS = 16
 """Fewest rows of a program."""
@@ -104,12 +102,14 @@ def merge_maxima_kernel(
     tl.store(amax_ptr + group.to(tl.int64) * K + k, out, mask=k < K)
 
 
-def programs_for(rows: int, experts: int, num_groups: int, bytes_on_their_way: int, wanted: int) -> int:
+def programs_for(
+    multiprocessors: int, rows: int, experts: int, num_groups: int, bytes_on_their_way: int, wanted: int
+) -> int:
     """Programs of an expert, or of all groups, so that those on a multiprocessor wait for about `wanted` bytes at once.
 
     bytes_on_their_way: of one program
     """
-    programs = min(max(wanted // bytes_on_their_way, 1) * MULTIPROCESSORS, MAX_PROGRAMS)
+    programs = min(max(wanted // bytes_on_their_way, 1), MAX_PROGRAMS) * multiprocessors
     programs = min(max(programs // experts, 1), ceil_div(rows, MIN_ROWS))
     if num_groups:
         # More than there are groups, since programs_of_groups divides by the difference.

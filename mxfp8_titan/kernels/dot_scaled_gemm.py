@@ -6,7 +6,6 @@
 The kernels, and why they have this form, are in kernels.dot_scaled_gemm_kernel.
 """
 
-import functools
 from contextlib import nullcontext
 
 import torch
@@ -24,7 +23,7 @@ from mxfp8_titan.format import (
     blocked_shape_t_groups,
 )
 from mxfp8_titan.kernels.dot_scaled_gemm_kernel import gemm_of_rows_kernel, gemm_over_t_kernel
-from mxfp8_titan.kernels.launch import ceil_div, check_groups, check_same_device, check_source
+from mxfp8_titan.kernels.launch import ceil_div, check_groups, check_same_device, check_source, multiprocessors
 
 TILE_N = 256
 """Columns of an output tile of `gemm_of_rows`. Those of `gemm_over_t` have 128: the next tile of scales along N lies
@@ -52,14 +51,6 @@ def _scale_boxes(scale: Tensor, cols: int, rows: int) -> TensorDescriptor:
     tile_rows = scale.numel() // (SCALE_TILE_BYTES * cols)
     strides = [SCALE_TILE_BYTES * cols, SCALE_TILE_BYTES, half, 1]
     return TensorDescriptor(scale.view(torch.uint8), [tile_rows, cols, 2, half], strides, [rows, 1, 2, half])
-
-
-@functools.cache
-def _programs(device: torch.device, name: str) -> int:
-    """How many a kernel is launched with; under the interpreter two, so that programs walk."""
-    if triton.knobs.runtime.interpret:
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR[name]
 
 
 def _launch(kernel: triton.JITFunction, grid: int, num_warps: int, a_boxes: TensorDescriptor, *arguments) -> None:
@@ -143,7 +134,7 @@ def gemm_of_rows(pairs: list[tuple[Tensor, Tensor, Tensor, Tensor]], group_ends:
     ]  # fmt: skip
     tiles_t = ceil_div(tokens + GROUP_TILE * num_groups, GROUP_TILE)
     tiles_n = ceil_div(out.shape[1], TILE_N)
-    grid = min(tiles_t * tiles_n, _programs(a.device, "rows"))
+    grid = min(tiles_t * tiles_n, multiprocessors(a.get_device()) * PROGRAMS_PER_MULTIPROCESSOR["rows"])
     _launch(
         gemm_of_rows_kernel, grid, NUM_WARPS["rows"], *boxes, *(boxes if len(pairs) == 1 else ()),
         out, group_ends, tokens, out.shape[1], depth, out.stride(0), tiles_t, tiles_n, num_groups,
@@ -185,7 +176,7 @@ def gemm_over_t(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_en
     boxes = (
         _data_boxes(a, GROUP_TILE), _scale_boxes(a_scale, 1, 1), _data_boxes(b, GROUP_TILE), _scale_boxes(b_scale, 1, 1)
     )  # fmt: skip
-    grid = min(experts * tiles_n * tiles_k, _programs(a.device, "over_t"))
+    grid = min(experts * tiles_n * tiles_k, multiprocessors(a.get_device()) * PROGRAMS_PER_MULTIPROCESSOR["over_t"])
     _launch(
         gemm_over_t_kernel, grid, NUM_WARPS["over_t"], *boxes,
         out, group_ends, tokens, rows, b.shape[0], experts, tiles_n, tiles_k, num_groups, groups, STAGES["over_t"],

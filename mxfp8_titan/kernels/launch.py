@@ -1,5 +1,6 @@
 """What every launcher checks before it allocates, without reading a tensor's values."""
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -27,6 +28,15 @@ def ceil_div(n: int, d: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many a GPU has, by which programs that walk their work are counted. Asked for once, and kept.
+
+    device: what Tensor.get_device() returns. Without a GPU, -1, two: the interpreter's programs walk too.
+    """
+    return 2 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def check_device(x: Tensor, name: str) -> None:

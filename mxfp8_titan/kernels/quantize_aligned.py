@@ -32,6 +32,7 @@ from mxfp8_titan.kernels.launch import (
     check_groups,
     check_source,
     launch,
+    multiprocessors,
     new_tensor,
     next_power_of_2,
     register_op,
@@ -205,17 +206,20 @@ def _allocate_with_amax(x: Tensor, group_ends: Tensor | None) -> tuple[Tensor, T
 def config_with_amax(x: Tensor, num_groups: int = 0) -> tuple[int, int, int]:
     """(elements per warp, rows on their way, programs of an expert) for x (T, K) or (E, N, K) with column maxima."""
     *experts, rows, features = x.shape
-    return _config_with_amax(experts[0] if experts else 1, rows, features, x.element_size(), num_groups)
+    return _config_with_amax(x.get_device(), experts[0] if experts else 1, rows, features, x.element_size(), num_groups)
 
 
 @lru_cache
-def _config_with_amax(experts: int, rows: int, features: int, element: int, num_groups: int) -> tuple[int, int, int]:
+def _config_with_amax(
+    device: int, experts: int, rows: int, features: int, element: int, num_groups: int
+) -> tuple[int, int, int]:
     large = row_parts(features)[0] >= LARGE_HEAD
     per_warp, stages = LARGE[num_groups > 0] if large else SMALL
     row_bytes = features * element
     stages = min(stages, SHARED_BYTES // row_bytes + 1)
     waiting = max(stages - 1, 1) * row_bytes
-    return per_warp, stages, programs_for(rows, experts, num_groups, waiting, BYTES_ON_THEIR_WAY)
+    programs = programs_for(multiprocessors(device), rows, experts, num_groups, waiting, BYTES_ON_THEIR_WAY)
+    return per_warp, stages, programs
 
 
 def launch_along_k(

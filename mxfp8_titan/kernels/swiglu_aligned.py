@@ -34,6 +34,7 @@ from mxfp8_titan.kernels.launch import (
     check_same_device,
     check_source,
     launch,
+    multiprocessors,
     new_tensor,
     register_op,
     with_whole_rows,
@@ -198,9 +199,12 @@ class _Config(NamedTuple):
 
 
 @lru_cache
-def config_for(rows: int, hidden: int, num_groups: int, row_bytes: int, config: tuple[int, int, int]) -> _Config:
+def config_for(
+    device: int, rows: int, hidden: int, num_groups: int, row_bytes: int, config: tuple[int, int, int]
+) -> _Config:
     """For `rows` rows of `hidden` features, of which each is row_bytes to read.
 
+    device: what Tensor.get_device() returns
     config: FORWARD, BACKWARD or BACKWARD_WITH_TAIL
     """
     head, tail = row_parts(hidden)
@@ -209,7 +213,7 @@ def config_for(rows: int, hidden: int, num_groups: int, row_bytes: int, config: 
     waiting = max(stages - 1, 1) * row_bytes
     warps = min(max(head // per_warp, 1), 32)
     registers = REGISTERS // (max(wanted // waiting, 1) * warps * 32) // 8 * 8
-    programs = programs_for(rows, 1, num_groups, waiting, wanted)
+    programs = programs_for(multiprocessors(device), rows, 1, num_groups, waiting, wanted)
     return _Config(programs, (head, tail, stages), warps, min(max(registers, 64), MAX_REGISTERS))
 
 
@@ -236,7 +240,7 @@ def swiglu_aligned(h13: Tensor, rounding: str, group_ends: Tensor | None = None)
         return data, scale.fill_(EMPTY_SCALE), amax.zero_()
     h13 = with_whole_rows(h13)
     rows, hidden = data.shape
-    config = config_for(rows, hidden, groups[0], 2 * hidden * h13.element_size(), FORWARD)
+    config = config_for(h13.get_device(), rows, hidden, groups[0], 2 * hidden * h13.element_size(), FORWARD)
     partial = new_partial(h13, config.programs, hidden)
     launch(
         swiglu_aligned_kernel,
@@ -287,7 +291,8 @@ def swiglu_aligned_backward(
     dh, h13 = with_whole_rows(dh), with_whole_rows(h13)
     row_bytes = hidden * (2 * h13.element_size() + dh.element_size())
     with_tail = groups[0] > 0 and row_parts(hidden)[1] > 0
-    config = config_for(rows, hidden, groups[0], row_bytes, BACKWARD_WITH_TAIL if with_tail else BACKWARD)
+    constants = BACKWARD_WITH_TAIL if with_tail else BACKWARD
+    config = config_for(h13.get_device(), rows, hidden, groups[0], row_bytes, constants)
     partial = new_partial(h13, config.programs, 2 * hidden)
     launch(
         swiglu_aligned_backward_kernel,

@@ -1,6 +1,5 @@
 """Launches of Gluon kernels whose operands the copy engine (TMA) moves in boxes, for little of the host's time."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
@@ -47,12 +46,6 @@ class _Fast(NamedTuple):
 
 _fast: dict[tuple, _Fast] = {}
 _maps: dict[tuple, list] = {}
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """How many a GPU has: as many programs as a kernel that walks its tiles itself is launched with."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch_with_boxes(

@@ -29,7 +29,7 @@ def shares(device, sizes, programs, tokens):
 @pytest.mark.parametrize("tail", [0, 500])
 def test_each_row_of_a_group_has_one_program_and_no_program_has_two_groups(device, sizes, tail):
     tokens = sum(sizes) + tail
-    programs = programs_for(tokens, 1, len(sizes), 1, 1)
+    programs = programs_for(132, tokens, 1, len(sizes), 1, 1)
     given = shares(device, sizes, programs, tokens)
     owner = [0] * sum(sizes)
     group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
@@ -45,14 +45,20 @@ def test_equal_groups_get_equal_shares(device):
     assert sorted(sizes) == [0] * 4 + [32] * 128
 
 
+MULTIPROCESSORS = [2, 114, 132, 148]
+"""What the interpreter counts with, and what an H100 PCIe, an H200 and a B200 have."""
+
+
+@pytest.mark.parametrize("count", MULTIPROCESSORS)
 @pytest.mark.parametrize("groups", [1, 2, 7, 300])
-def test_there_are_more_programs_than_groups(groups):
-    assert all(programs_for(rows, 1, groups, 1, 1) > groups for rows in (1, 15, 17, 100, 4096, 131073))
+def test_there_are_more_programs_than_groups(groups, count):
+    assert all(programs_for(count, rows, 1, groups, 1, 1) > groups for rows in (1, 15, 17, 100, 4096, 131073))
 
 
+@pytest.mark.parametrize("count", MULTIPROCESSORS)
 @pytest.mark.parametrize("experts", [1, 3, 300])
-def test_without_groups_every_program_has_rows(experts):
+def test_without_groups_every_program_has_rows(experts, count):
     for rows in (1, 15, 17, 100, 2048, 4096, 4225, 131073):
-        programs = programs_for(rows, experts, 0, 32 * 1024, 64 * 1024)
+        programs = programs_for(count, rows, experts, 0, 32 * 1024, 64 * 1024)
         each = ceil_div(rows, programs)
         assert (programs - 1) * each < rows <= programs * each

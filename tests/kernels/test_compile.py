@@ -189,7 +189,7 @@ def swiglu_aligned_case(hidden, backward, groups=8):
     config = swiglu_aligned.BACKWARD_WITH_TAIL if with_tail else swiglu_aligned.BACKWARD
     config = config if backward else swiglu_aligned.FORWARD
     row_bytes = hidden * (6 if backward else 4)
-    config = swiglu_aligned.config_for(32768, hidden, 8, row_bytes, config)
+    config = swiglu_aligned.config_for(-1, 32768, hidden, 8, row_bytes, config)
     head, tail, stages = config.constants
     return kernel, {
         "num_warps": config.warps,
