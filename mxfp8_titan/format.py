@@ -41,6 +41,12 @@ def round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
+ALIGNMENT_COUNTS = 4
+"""What is counted in a sampled row: elements, underflows, zero blocks, saturated elements."""
+
+PHASE_BITS = 16
+"""Of the number that says which rows are sampled: a phase counts in steps of 1 / 2**16 of a share."""
+
 PLAIN = "plain"
 """Scales in the order of the blocks they belong to: row-major (rows, blocks of the row)."""
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mxfp8_titan.autograd.health import SAMPLES, Health
-from mxfp8_titan.backends.alignment_counts import COUNTS
-from mxfp8_titan.format import BLOCK_SIZE
+from mxfp8_titan.format import ALIGNMENT_COUNTS, BLOCK_SIZE
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch.compile and activation checkpointing add to names."""
@@ -40,7 +39,7 @@ def attach(model: nn.Module, device: torch.device | str) -> None:
     phase = torch.zeros((), dtype=torch.int64, device=device)
     for module in model.modules():
         if hasattr(module, "observed"):
-            shape = len(module.observed), SAMPLES, COUNTS
+            shape = len(module.observed), SAMPLES, ALIGNMENT_COUNTS
             probe = torch.zeros(shape, dtype=torch.float32, device=device, requires_grad=True)
             module.health = Health(probe, phase)
 

@@ -3,6 +3,7 @@
 import torch
 
 from mxfp8_titan.kernels import permute as kernels
+from mxfp8_titan.kernels.launch import register_op
 from mxfp8_titan.reference import permute as reference
 
 _SCHEMAS = {
@@ -17,10 +18,7 @@ _FAKES = {
 }
 
 for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"mxfp8_titan::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"mxfp8_titan::{_name}", "CUDA", getattr(kernels, _name))
-    torch.library.impl(f"mxfp8_titan::{_name}", "CPU", getattr(reference, _name))
-    torch.library.register_fake(f"mxfp8_titan::{_name}", _FAKES[_name])
+    register_op(_name + _schema, getattr(kernels, _name), _FAKES[_name], cpu=getattr(reference, _name))
 
 gather_rows = torch.ops.mxfp8_titan.gather_rows.default
 sum_rows = torch.ops.mxfp8_titan.sum_rows.default

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxfp8_titan.format import BLOCK_SIZE
+from mxfp8_titan.format import ALIGNMENT_COUNTS, BLOCK_SIZE, PHASE_BITS
 from mxfp8_titan.kernels.e4m3 import e8m0_from_bits, inv_scale_from_e8m0, magnitude_bits, to_e4m3, to_fp32
 from mxfp8_titan.kernels.launch import check_blocks, check_choices, check_groups, check_source, launch
 
@@ -16,7 +16,8 @@ BLOCKS, NUM_WARPS = 64, 4
 """Blocks of 32 that a program holds at once, warps."""
 
 _BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)
-_PHASE_BITS, _PHASE_MASK = tl.constexpr(16), tl.constexpr(0xFFFF)
+_COUNTS = tl.constexpr(ALIGNMENT_COUNTS)
+_PHASE_BITS, _PHASE_MASK = tl.constexpr(PHASE_BITS), tl.constexpr((1 << PHASE_BITS) - 1)
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def alignment_counts_kernel(
         # 0x7e is 448, 0x7f NaN.
         saturated += tl.sum((aligned == 0x7E).to(tl.int32), 1)
 
-    out_ptr += number * 4
+    out_ptr += number * _COUNTS
     tl.store(out_ptr, tl.where(exists, K, 0).to(tl.float32))
     tl.store(out_ptr + 1, tl.sum(underflows, 0).to(tl.float32))
     tl.store(out_ptr + 2, tl.sum(zero_blocks, 0).to(tl.float32))
@@ -85,7 +86,7 @@ def alignment_counts(x: Tensor, group_ends: Tensor | None, phase: Tensor, roundi
     per_expert, features = x.shape[-2:]
     experts, stride_xe = (x.shape[0], x.stride(0)) if x.ndim == 3 else (1, 0)
     rows = experts * per_expert
-    out = x.new_empty((samples, 4), dtype=torch.float32)
+    out = x.new_empty((samples, ALIGNMENT_COUNTS), dtype=torch.float32)
     if rows == 0 or features == 0:
         return out.zero_()
     launch(

@@ -181,12 +181,18 @@ def _without_e8m0(tensor: Tensor | None) -> Tensor | None:
     return tensor.view(torch.uint8) if tensor is not None and tensor.dtype == torch.float8_e8m0fnu else tensor
 
 
-def register_op(schema: str, launcher: Callable, fake: Callable) -> None:
+def register_op(schema: str, launcher: Callable, fake: Callable, cpu: Callable | None = None) -> None:
     """Makes `launcher` the op torch.ops.mxfp8_titan.<name of the schema>, traceable through `fake`.
+
+    cpu: what runs on a CPU; without one `launcher` does, which refuses or is interpreted
 
     Defined without torch.library.custom_op, whose Python wrappers would add to the host time of every call.
     """
     name = "mxfp8_titan::" + schema.split("(", 1)[0]
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(name, "CompositeExplicitAutograd", launcher)
+    if cpu is None:
+        torch.library.impl(name, "CompositeExplicitAutograd", launcher)
+    else:
+        torch.library.impl(name, "CUDA", launcher)
+        torch.library.impl(name, "CPU", cpu)
     torch.library.register_fake(name, fake)

@@ -7,15 +7,9 @@ unless it falls into the subnormals or below; what falls below is what these cou
 import torch
 from torch import Tensor
 
-from mxfp8_titan.format import BLOCK_SIZE, E4M3_MAX
+from mxfp8_titan.format import ALIGNMENT_COUNTS, BLOCK_SIZE, E4M3_MAX, PHASE_BITS
 from mxfp8_titan.reference.quantize import quantize_along_k
 from mxfp8_titan.reference.quantize_aligned import quantize_aligned_along_k
-
-COUNTS = 4
-"""Numbers a row: elements, underflows, zero blocks, saturated elements."""
-
-PHASE_BITS = 16
-"""A phase counts in steps of 1 / 2**16."""
 
 
 def sampled_rows(rows: int, samples: int, phase: int) -> Tensor:
@@ -57,7 +51,7 @@ def alignment_counts(x: Tensor, group_ends: Tensor | None, phase: Tensor, roundi
         zero_blocks,
         aligned.abs() == E4M3_MAX,
     )
-    out = x.new_zeros((samples, COUNTS), dtype=torch.float32)
+    out = x.new_zeros((samples, ALIGNMENT_COUNTS), dtype=torch.float32)
     out[: len(picked)] = torch.stack([count.sum(1) for count in counts], 1).float()
     return out
 

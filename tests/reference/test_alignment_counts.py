@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mxfp8_titan.format import FLOOR, RCEIL
-from mxfp8_titan.reference.alignment_counts import PHASE_BITS, alignment_counts, sampled_rows
+from mxfp8_titan.format import FLOOR, PHASE_BITS, RCEIL
+from mxfp8_titan.reference.alignment_counts import alignment_counts, sampled_rows
 
 PHASE = torch.tensor(0)
 
