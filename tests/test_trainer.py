@@ -3,10 +3,13 @@ import torch
 from torch import nn
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
+from mxfp8_titan import trainer
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.job_config import MX, RECIPES, recipe_from
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.linear import MXFP8Linear
+from mxfp8_titan.report import inventory as inventory_report
+from mxfp8_titan.report import trace as trace_report
 from mxfp8_titan.report.inventory import Inventory
 from mxfp8_titan.report.trace import GPU, read_trace
 from mxfp8_titan.trainer import Tracer, inventory, tokens_per_expert
@@ -34,6 +37,12 @@ def test_the_inventory_counts_modules_and_the_weights_that_multiply_a_token():
         "mxfp8_emulated", "reference", "mxfp8", "real",
     )  # fmt: skip
     assert Inventory(**found).converted == "1 of 2 linears, 1 of 1 expert modules"
+
+
+def test_a_report_looks_for_what_the_trainer_writes():
+    # Neither imports the other: reports are made where torchtitan need not be installed.
+    assert inventory_report._LINE == trainer.INVENTORY
+    assert trace_report._KEY == trainer.TRACE_KEY
 
 
 def test_routing_is_read_from_the_model():
