@@ -160,7 +160,8 @@ def aligned_gemm_over_t(
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a, b are {tuple(a.shape)}, {tuple(b.shape)}, need (N, T') and (K, T')")
     (rows, tokens), cols = a.shape, b.shape[0]
-    experts = 1 if group_ends is None else group_ends.shape[0]
+    num_groups, _ = check_groups(group_ends, a, tokens)
+    experts = num_groups or 1
     if group_ends is None:
         a_scale, b_scale = a_scale.reshape(1, -1), b_scale.reshape(1, -1)
     _check_operands(a, a_scale, b, b_scale, ((experts, rows), (experts, cols)), out_dtype)
@@ -169,7 +170,6 @@ def aligned_gemm_over_t(
     rows //= parts
     _check_multiple(rows, "N / parts")
     _check_multiple(cols, "K")
-    num_groups, _ = check_groups(group_ends, a, tokens)
     if tokens % BLOCK_SIZE:
         raise ValueError(f"T' is {tokens}, needs a multiple of {BLOCK_SIZE}: fill it up with zeros")
     _check_device(a)

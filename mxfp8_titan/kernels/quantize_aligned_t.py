@@ -182,18 +182,21 @@ def column_amax(x: Tensor, group_ends: Tensor | None = None) -> Tensor:
     x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; rows past the last group end are not read
     """
     check_source(x, "x", (2, 3))
-    num_groups, groups = check_groups(group_ends, x, x.shape[-2])
+    return _column_amax(x, group_ends, check_groups(group_ends, x, x.shape[-2]))
+
+
+def _column_amax(x: Tensor, group_ends: Tensor | None, groups: tuple[int, int]) -> Tensor:
     amax = x.new_zeros((groups_of(x, group_ends), x.shape[-1]), dtype=torch.float32)
-    tiles_t, tiles_k, tiles, columns = _grid(x, num_groups)
+    tiles_t, tiles_k, tiles, columns = _grid(x, groups[0])
     if x.numel():
         launch(
             column_amax_kernel,
             tiles,
             (x, amax, group_ends),
             (
-                x.shape[-2], columns, x.shape[-1], *strides(x), tiles_t, tiles_k, num_groups,
+                x.shape[-2], columns, x.shape[-1], *strides(x), tiles_t, tiles_k, groups[0],
             ),
-            (groups, TILE_K, VEC),
+            (groups[1], TILE_K, VEC),
             NUM_WARPS,
         )  # fmt: skip
     return amax
@@ -230,9 +233,9 @@ def launch_along_t(
 
 
 def _quantize_along_t(
-    x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    groups = check_args(x, rounding, group_ends)
+    x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None,
+    groups: tuple[int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     data, scale = _allocate(x, group_ends)
     tiles_t, tiles_k, _, columns = _grid(x, groups[0])
     launch_along_t(x, row_scale, amax, data, scale, rounding, group_ends, groups, tiles_t, tiles_k, columns)
@@ -250,7 +253,9 @@ def quantize_aligned_along_t(x: Tensor, rounding: str, group_ends: Tensor | None
             scale (G, K) fp32
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    return _quantize_along_t(x, None, column_amax(x, group_ends), rounding, group_ends)
+    check_source(x, "x", (2, 3))
+    groups = check_args(x, rounding, group_ends)
+    return _quantize_along_t(x, None, _column_amax(x, group_ends, groups), rounding, group_ends, groups)
 
 
 def requantize_aligned_along_t(
@@ -270,13 +275,14 @@ def requantize_aligned_along_t(
     check_same_device(amax, "amax", data, "data")
     if data.ndim not in (2, 3):
         raise ValueError(f"data is {tuple(data.shape)}, needs 2 or 3 dims")
+    groups = check_args(data, rounding, group_ends)
     expected = (groups_of(data, group_ends), data.shape[-1])
     if scale.shape != data.shape[:-1] or amax.shape != expected:
         raise ValueError(
             f"scale is {tuple(scale.shape)}, amax {tuple(amax.shape)}; data {tuple(data.shape)} needs "
             f"{tuple(data.shape[:-1])} and {expected}"
         )
-    return _quantize_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends)
+    return _quantize_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends, groups)
 
 
 def padded_group_ends(group_ends: Tensor) -> Tensor:

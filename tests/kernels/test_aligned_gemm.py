@@ -282,6 +282,14 @@ def test_sizes_must_hold_whole_blocks():
         aligned_gemm_over_t(*a, *b)
 
 
+def test_group_ends_without_a_dim_are_named():
+    a, a_scale, b, b_scale, ends = operands()
+    with pytest.raises(ValueError, match=r"group_ends is \(\), needs one contiguous dim"):
+        aligned_gemm(a, a_scale, b, b_scale, ends[0])
+    with pytest.raises(ValueError, match=r"group_ends is \(\), needs one contiguous dim"):
+        aligned_gemm_over_t(a, a_scale, a, a_scale, ends[0])
+
+
 def test_parts_must_be_whole_boxes_of_rows():
     a, b = random_fp8(96, 64, device="cpu"), random_fp8(96, 64, device="cpu")
     with pytest.raises(ValueError, match="parts is 5, needs a divisor of N, which is 96"):

@@ -190,7 +190,14 @@ def test_wrong_arguments_are_named(device):
         along_t.requantize_aligned_along_t(data, scale, torch.zeros(2, 64, device=device), RCEIL)
     with pytest.raises(TypeError, match="need float8_e4m3fn"):
         along_t.requantize_aligned_along_t(x, scale, scale, RCEIL)
+    ends = torch.tensor(64, device=device, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"group_ends is \(\), needs one contiguous dim"):
+        along_t.quantize_aligned_along_t(x, RCEIL, ends)
+    with pytest.raises(ValueError, match="rounding is 'up'"):
+        along_t.quantize_aligned_along_t(x, "up")
     amax = torch.zeros(1, 64, device=device)
+    with pytest.raises(ValueError, match=r"group_ends is \(\), needs one contiguous dim"):
+        along_t.requantize_aligned_along_t(data, scale, amax, RCEIL, ends)
     with pytest.raises(ValueError, match="scale is on meta, needs .*, where data is"):
         along_t.requantize_aligned_along_t(data, scale.to("meta"), amax, RCEIL)
     with pytest.raises(ValueError, match="amax is on meta, needs .*, where data is"):
