@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import triton
 
+from mxfp8_titan.report.facts import tree_commit
+
 
 @dataclass(frozen=True)
 class Row:
@@ -48,6 +50,7 @@ def environment(commit: str | None = None) -> dict[str, str]:
     """What every table must say about where it was measured.
 
     commit: for a copy of the tree without its history
+    Raises: ValueError for such a copy without one.
     """
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
@@ -55,9 +58,8 @@ def environment(commit: str | None = None) -> dict[str, str]:
         text=True,
         check=True,
     ).stdout.strip()
-    if commit is None:
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    if commit is None and (commit := tree_commit(Path(__file__).parent)) == "unknown":
+        raise ValueError("this copy of the tree has no history to read its commit from: name it with --commit")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver,

@@ -20,6 +20,7 @@ import torch
 from mxfp8_titan.backends.blackwell import grouped_library_lacks
 from mxfp8_titan.backends.select import current_device, select
 from mxfp8_titan.job_config import AUTO
+from mxfp8_titan.report.facts import tree_commit
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +56,7 @@ def _tests(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
 
 
 def _kernels(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
-    bench = [sys.executable, "scripts/bench.py", "--json", out / "kernels.json", "--commit", _commit(), "--op"]
+    bench = [sys.executable, "scripts/bench.py", "--json", out / "kernels.json", "--commit", tree_commit(ROOT), "--op"]
     return _command([*bench, *(KERNEL_OPS[2:3] if given.quick else KERNEL_OPS)], out / "kernels.log", 12)
 
 
@@ -96,13 +97,6 @@ def _command(command: list, log: Path, lines: int) -> tuple[bool, list[str]]:
     return code == 0, ["```", *tail, "```", f"exit code {code}, all of it in {log.name}"]
 
 
-def _commit() -> str:
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return git.stdout.strip() or "unknown"
-
-
 def _machine() -> list[str]:
     """What every report must say about where it was made."""
     import triton
@@ -113,7 +107,8 @@ def _machine() -> list[str]:
     choice = select(AUTO, device)
     return [
         f"- {torch.cuda.device_count()} x {device}, {memory:.0f} GiB",
-        f"- torch {torch.__version__} (CUDA {torch.version.cuda}), triton {triton.__version__}, commit {_commit()}",
+        f"- torch {torch.__version__} (CUDA {torch.version.cuda}), triton {triton.__version__}",
+        f"- commit {tree_commit(ROOT)}",
         f"- `auto` picks {choice.recipe_name}: {choice.why}",
         f"- F.scaled_grouped_mm in MXFP8: {f'no, {lacks}' if lacks else 'this build has it, for sm100'}",
     ]

@@ -27,10 +27,12 @@ def gather_facts(root: Path, gpus: int, cores: int, commit: str = "") -> dict[st
     }
     with suppress(PackageNotFoundError):
         facts["torchao"] = version("torchao")
-    return {**facts, "commit": commit or _commit(root), "date": time.strftime("%Y-%m-%d")}
+    return {**facts, "commit": commit or tree_commit(root), "date": time.strftime("%Y-%m-%d")}
 
 
-def _commit(root: Path) -> str:
+def tree_commit(root: Path) -> str:
+    """Short, and whether tracked files differ from it; "unknown" for a copy without its history."""
+
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False).stdout
 
