@@ -47,7 +47,9 @@ class MXFP8GroupedExperts(GroupedExperts):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
         # Under expert parallelism the dispatch hook has already padded the groups.
-        experts_are_sharded = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
+        # A mesh without names is not torchtitan's, and shards something else.
+        mesh_dims = self.w1.device_mesh.mesh_dim_names or () if isinstance(self.w1, DTensor) else ()
+        experts_are_sharded = "ep" in mesh_dims
         # torch's bf16 dw needs padding whatever the backend does. Where nothing does, four copies of x are saved.
         any_size_fits = self.backend.group_alignment == 1 and self.recipe.wgrad_in_mxfp8
         if experts_are_sharded or any_size_fits:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
@@ -77,6 +79,20 @@ def test_output_and_gradients_are_those_of_each_expert_alone(counts, device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for expert, count in enumerate(counts):
         assert (mx.w1.grad[expert] == 0).all() == (count == 0)
+
+
+def test_experts_on_a_mesh_without_names_give_what_plain_ones_do(tmp_path):
+    _, plain = _experts()
+    on_mesh = copy.deepcopy(plain)
+    x, counts = torch.randn(100, 64), torch.tensor([40, 0, 7, 53])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for name, w in list(on_mesh.named_parameters()):
+            setattr(on_mesh, name, nn.Parameter(distribute_tensor(w.detach(), mesh)))
+        assert torch.equal(on_mesh(x, counts), plain(x, counts))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
