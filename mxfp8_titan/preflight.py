@@ -3,7 +3,11 @@
 import contextlib
 import copy
 import importlib
+import io
+import itertools
 import os
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -25,23 +29,54 @@ from mxfp8_titan.backends.select import current_device, select
 from mxfp8_titan.converter import mx_section, tensor_parallel_degrees
 from mxfp8_titan.host_checks import known
 from mxfp8_titan.job_args import read_toml
-from mxfp8_titan.job_config import MX, RECIPES, Recipe, recipe_from
+from mxfp8_titan.job_config import MX, RECIPES, Recipe, did_you_mean, recipe_from
 from mxfp8_titan.selection import Plan, make_plan
 
 
 def parse(args: list[str]) -> JobConfig:
     """torchtitan's configuration from its TOML and `args`.
 
-    Raises: ValueError or TypeError for keys and values it refuses, OSError for a file it cannot read; SystemExit
-        for command-line arguments it refuses (it has printed why).
+    Raises: ValueError or TypeError for keys, values and command-line arguments it refuses, OSError for a file it
+        cannot read; SystemExit after --help.
     """
     manager = ConfigManager()
     toml = read_toml(args)
     if toml:
-        # torchtitan puts the TOML's values where the annotations promise something else.
         config_cls = manager._maybe_add_custom_config(args, toml)
+        _check_names(config_cls, toml, "")
+        # torchtitan puts the TOML's values where the annotations promise something else.
         _check_types(manager._dict_to_dataclass(config_cls, toml), "")
-    return manager.parse_args(args)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            config = manager.parse_args(args)
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        raise ValueError(_text_of_box(printed.getvalue())) from None
+    # Warnings go there too, before torchtitan sets its logging up.
+    sys.stderr.write(printed.getvalue())
+    return config
+
+
+def _text_of_box(box: str) -> str:
+    """What is wrong, and which flags may have been meant, from the titled box that tyro draws around an error; its
+    lines are dashes where stdout is not UTF-8."""
+    lines = [line.strip("╭╮╰╯│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]]
+    parts = itertools.groupby(filter(None, lines), lambda line: set(line) <= {"─", "-"})
+    sections = [list(section) for is_rule, section in parts if not is_rule]
+    text = " ".join(sections[0]).removeprefix("Error parsing mx: ") if sections else box
+    meant = [line.split()[0] for section in sections[1:] if "meant" in section[0] for line in section if line[0] == "-"]
+    return f"{text}. Did you mean {', '.join(meant)}?" if meant else text
+
+
+def _check_names(config_cls: type, toml: dict[str, Any], path: str) -> None:
+    sections = {field.name: field.type for field in fields(config_cls)}
+    for name, value in toml.items():
+        if name not in sections:
+            raise ValueError(f"{path}{name} in the TOML is no setting of this job.{did_you_mean(name, sections)}")
+        if is_dataclass(sections[name]) and isinstance(value, dict):
+            _check_names(sections[name], value, f"{path}{name}.")
 
 
 def _check_types(config: Any, path: str) -> None:
