@@ -74,7 +74,7 @@ def draw_speeds(rows: list[Row], path: Path) -> None:
     axes.set_xlabel("tokens/s per device, median after warm-up; whiskers: slowest to fastest interval")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(0, scale * (1.5 if any(limits) else 1.3))
-    _save(figure, (axes,), path, top=0.93 if any(limits) else 1)
+    _save(figure, (axes,), path, top=0.93 if any(limits) else 1, grid="x")
 
 
 def draw_breakdowns(breakdowns: dict[str, Breakdown], path: Path) -> None:
@@ -105,9 +105,10 @@ def draw_breakdowns(breakdowns: dict[str, Breakdown], path: Path) -> None:
         axes.annotate(text, (left[name], at), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
     first = next(iter(breakdowns.values()))
     axes.set_xlabel(f"ms per step ({first.source}, {first.steps} steps, each moment once; sum: overlaps counted twice)")
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlim(0, 1.14 * longest)
     figure.legend(*axes.get_legend_handles_labels(), loc="upper center", ncols=5, frameon=False, fontsize=9)
-    _save(figure, (axes,), path, top=1 - 0.6 / figure.get_figheight())
+    _save(figure, (axes,), path, top=1 - 0.6 / figure.get_figheight(), grid="x")
 
 
 def draw_losses(steps: dict[str, list[Logged]], path: Path) -> None:
@@ -140,10 +141,10 @@ def _pyplot():
     return pyplot, MaxNLocator
 
 
-def _save(figure, all_axes, path: Path, top: float = 1) -> None:
+def _save(figure, all_axes, path: Path, top: float = 1, grid: str = "both") -> None:
     pyplot, _ = _pyplot()
     for axes in all_axes:
-        axes.grid(alpha=0.3)
+        axes.grid(alpha=0.3, axis=grid)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, top))

@@ -37,7 +37,8 @@ def finish(log: Path, code: int) -> int:
         print(f"error: no training step was logged. Log: {log}")
         return 1
     picture = log.with_suffix(".png")
-    draw_run(steps, log.stem, picture)
+    # Logs of a comparison are all called run; their folders have the names.
+    draw_run(steps, log.parent.name if log.stem == "run" else log.stem, picture)
     print(f"loss curve: {picture}\nlog: {log}")
     print("\n".join(closing_lines(steps)), flush=True)
     return 0
