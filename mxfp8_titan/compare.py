@@ -93,7 +93,8 @@ def parse(args: list[str]) -> Settings:
     parser.add_argument(
         "--commit", default="", help="what the report names, for a copy of the tree without its history"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "logs" / "compare", help="folder for runs and report")
+    parser.add_argument("--out", type=Path, default=ROOT / "logs" / "compare",
+                        help="folder for runs and report (default logs/compare)")  # fmt: skip
     parser.add_argument("--cold", action="store_true", help="start every run with empty compile caches")
     given = parser.parse_args(args)
     variants = dict(VARIANTS)

@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--commit", help="what to record when the tree is no git checkout")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "error: no NVIDIA GPU is visible to PyTorch here, and bench.py measures one\n")
     wanted = [*by_bandwidth, *others] if "all" in args.op else args.op
 
     torch.manual_seed(0)

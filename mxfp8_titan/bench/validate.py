@@ -120,7 +120,12 @@ def main() -> int:
         prog="validate_gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help=f"comma-separated steps of {', '.join(STEPS)} (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "logs" / "validate", help="folder for logs and summary.md")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "logs" / "validate",
+        help="folder for logs and summary.md (default logs/validate)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer tests and shapes, for minutes of a borrowed GPU")
     given = parser.parse_args()
     names = given.only.split(",") if given.only else list(STEPS)
