@@ -1,4 +1,4 @@
-# Sourced by llama4.sh and test.sh. find_python EXTRA: set PYTHON to an interpreter with everything that this
+# Sourced by the scripts beside it. find_python EXTRA: set PYTHON to an interpreter with everything that this
 # project needs (and the EXTRA group of pyproject.toml): the active one if it has it, else .venv, made on first use.
 
 root=$(CDPATH='' cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." >/dev/null && pwd)
