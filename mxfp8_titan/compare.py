@@ -96,6 +96,10 @@ def parse(args: list[str]) -> Settings:
     parser.add_argument("--out", type=Path, default=ROOT / "logs" / "compare",
                         help="folder for runs and report (default logs/compare)")  # fmt: skip
     parser.add_argument("--cold", action="store_true", help="start every run with empty compile caches")
+    # argparse takes a value of one word that begins with a dash, --flags --compile.enable, for a flag of its own.
+    if "--flags" in args[:-1]:
+        at = args.index("--flags")
+        args = [*args[:at], f"--flags={args[at + 1]}", *args[at + 2 :]]
     given = parser.parse_args(args)
     variants = dict(VARIANTS)
     for item in given.variant:

@@ -32,6 +32,12 @@ def test_runs_can_be_added_and_chosen():
     assert variants == {"bf16": "", "bf16_wgrad": "--model.converters=mx --mx.wgrad=bf16"}
 
 
+@pytest.mark.parametrize("flags", ["--compile.enable", "--compile.enable --training.seq_len=64", ""])
+def test_flags_of_every_run_may_be_one_word_or_more(flags):
+    assert compare.parse(["--flags", flags, "--seed", "7"]).common == flags
+    assert compare.parse([f"--flags={flags}"]).common == flags
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
