@@ -21,7 +21,7 @@ def reference_y(
     x: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype
 ) -> Tensor:
     """x_along_k @ w_along_k^T (T, N), for the rows of each expert if there are groups."""
-    return _rows_times(x, quantize_along_k(torch.cat(ws, -2), rounding), group_ends, rounding, out_dtype)
+    return _rows_times(x, quantize_along_k(_joined(ws), rounding), group_ends, rounding, out_dtype)
 
 
 @reference_y.register_fake
@@ -34,7 +34,7 @@ def reference_dx(
     dy: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype
 ) -> Tensor:
     """dy_along_n @ w_along_n (T, K), for the rows of each expert if there are groups."""
-    return _rows_times(dy, quantize_along_n(torch.cat(ws, -2), rounding), group_ends, rounding, out_dtype)
+    return _rows_times(dy, quantize_along_n(_joined(ws), rounding), group_ends, rounding, out_dtype)
 
 
 @reference_dx.register_fake
@@ -61,6 +61,11 @@ def _(
 ) -> list[Tensor]:
     experts = () if group_ends is None else (group_ends.shape[0],)
     return [x.new_empty((*experts, dy.shape[1] // parts, x.shape[1]), dtype=out_dtype) for _ in range(parts)]
+
+
+def _joined(ws: list[Tensor]) -> Tensor:
+    """The weights as one, along N; a single one is not copied."""
+    return ws[0] if len(ws) == 1 else torch.cat(ws, -2)
 
 
 def _rows_times(x: Tensor, w: Quantized, group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype) -> Tensor:

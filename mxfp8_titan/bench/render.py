@@ -15,8 +15,8 @@ TITLES = {"kernels": "Kernels", "gemm": "GEMMs", "e2e": "End to end"}
 HEAD = """# Benchmarks
 
 Rendered by `python -m mxfp8_titan.bench.render docs/benchmarks docs/benchmarks.md` from the results files beside it.
-Losses are printed like wins. What limits each kernel is in [kernels.md](kernels.md), what was tried in
-[benchmarks/notes.md](benchmarks/notes.md).
+Each section holds for the commit it names. Losses are printed like wins. What limits each kernel is in
+[kernels.md](kernels.md), what was tried in [benchmarks/notes.md](benchmarks/notes.md).
 """
 
 

@@ -50,7 +50,7 @@ class MXFP8GroupedExperts(GroupedExperts):
         # A mesh without names is not torchtitan's, and shards something else.
         mesh_dims = self.w1.device_mesh.mesh_dim_names or () if isinstance(self.w1, DTensor) else ()
         experts_are_sharded = "ep" in mesh_dims
-        # torch's bf16 dw needs padding whatever the backend does. Where nothing does, four copies of x are saved.
+        # torch's bf16 dw needs padding whatever the backend does. Where nothing needs it, four copies of x are spared.
         any_size_fits = self.backend.group_alignment == 1 and self.recipe.wgrad_in_mxfp8
         if experts_are_sharded or any_size_fits:
             return self._run(w1, w2, w3, x, num_tokens_per_expert)
