@@ -2,7 +2,8 @@
 
 python scripts/bench.py --op quantize_both
 python scripts/bench.py --op all --json docs/benchmarks/kernels.json
-python scripts/bench.py --op aligned_gemm grouped_linear layers accuracy --json docs/benchmarks/gemm.json
+python scripts/bench.py --op grouped_linear --json docs/benchmarks/grouped_linear.json
+python scripts/bench.py --op grouped_small layers accuracy aligned_gemm --json docs/benchmarks/gemm.json
 """
 
 import argparse
@@ -25,6 +26,7 @@ def main() -> None:
     gemms = {
         "aligned_gemm": aligned_gemm.measure,
         "grouped_linear": lambda: grouped_linear.measure(args.json and args.json.with_name("grouped_linear.csv")),
+        "grouped_small": grouped_linear.measure_small,
         "layers": layers.measure,
         "accuracy": accuracy.measure,
     }

@@ -17,11 +17,11 @@ from mxfp8_titan.trainer import Tracer, inventory, tokens_per_expert
 RECIPE = RECIPES["mxfp8_emulated"]
 
 
-def _moe(forced=False):
+def _moe(device="cpu", forced=False):
     args = MoEArgs(num_experts=4, num_shared_experts=0, top_k=2, _debug_force_load_balance=forced)
-    moe = MoE(args, dim=32, hidden_dim=64)
+    moe = MoE(args, dim=32, hidden_dim=64).to(device)
     with torch.no_grad():
-        moe.init_weights(0.02, torch.device("cpu"))
+        moe.init_weights(0.02, torch.device(device))
     return moe
 
 
@@ -55,9 +55,9 @@ def test_a_bf16_weight_gradient_is_noted():
     assert inventory([MXFP8Linear.from_linear(nn.Linear(32, 32), recipe, REFERENCE)], 1.0)["wgrad"] == "bf16"
 
 
-def test_tokens_of_each_expert_are_copied_and_a_compiled_layer_counts_once():
-    moe = _moe(forced=True)
-    moe(torch.randn(1, 8, 32))
+def test_tokens_of_each_expert_are_copied_and_a_compiled_layer_counts_once(device):
+    moe = _moe(device, forced=True)
+    moe(torch.randn(1, 8, 32, device=device))
     counts = tokens_per_expert([nn.ModuleList([torch.compile(moe)])])
     moe.tokens_per_expert.zero_()
     assert [count.tolist() for count in counts] == [[4, 4, 4, 4]]

@@ -27,6 +27,9 @@ from mxfp8_titan.job_config import MX, Recipe, recipe_from
 
 LARGE = (128000, 8192, 5120)
 
+SMALL = (131072, 1408, 2048, 8)
+"""(T, N, K, E) of DeepSeek-V3 16B's experts: so small that its users reported MXFP8 to be slower than bf16."""
+
 GEMMS = ("library", "own")
 
 TURNS_US = 20_000
@@ -76,6 +79,13 @@ def measure(csv_path: Path | None = None, gemms: tuple[str, ...] = ("library", "
             writer.writerow(columns)
             writer.writerows(astuple(case) for case in cases)
     return _rows(cases, gemms)
+
+
+def measure_small() -> list[Row]:
+    """One row: the layer that is too small for others."""
+    cases = _measure_case(*SMALL, ("auto",), copy_gbps())
+    print_table([field.name for field in fields(Case)], [astuple(case) for case in cases])
+    return [_worst("grouped_small", "", cases[:1], "scaled_fwd_bwd_speedup", "x bf16, fwd+bwd")]
 
 
 def _rows(cases: list[Case], gemms: tuple[str, ...]) -> list[Row]:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from mxfp8_titan.bench.results import markdown_table
 
-TITLES = {"kernels": "Kernels", "gemm": "GEMMs", "e2e": "End to end"}
+TITLES = {
+    "kernels": "Kernels",
+    "gemm": "GEMMs and layers",
+    "grouped_linear": "Training steps of grouped experts",
+    "e2e": "End to end",
+}
 
 HEAD = """# Benchmarks
 
@@ -41,11 +46,9 @@ def section(name: str, results: dict) -> str:
 
 
 GROUPED = """
-### Training steps of grouped experts
-
-All cases behind the grouped figures: forward and backward, quantization included; `library` and `auto` say whose GEMMs
-ran. Device time in CUDA graphs, versions taking turns. The limit is the three FP8 GEMMs alone, the faster ones, and
-each byte of quantization moved once.
+All cases: forward and backward, quantization included; `library` and `auto` say whose GEMMs ran, torchao is its FP8
+row-wise layer with fast accumulation. Device time in CUDA graphs, versions taking turns. The limit is the three FP8
+GEMMs alone, the faster ones, and each byte of quantization moved once.
 
 """
 
@@ -63,8 +66,8 @@ def main(folder: Path, out: Path) -> None:
     text = HEAD
     for path in files:
         text += section(path.stem, json.loads(path.read_text()))
-        if path.stem == "gemm" and (folder / "grouped_linear.csv").exists():
-            text += GROUPED + csv_table(folder / "grouped_linear.csv")
+        if path.stem == "grouped_linear":
+            text += GROUPED + csv_table(path.with_suffix(".csv"))
     out.write_text(text)
 
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 KERNEL_OPS = ("quantize_along_k", "quantize_along_t", "quantize_both", "swiglu_forward", "swiglu_backward")
 """The kernels whose bandwidth the first table shows, by their names in scripts/bench.py."""
 
-FITS = {"scout_2layer": 130, "scout_1layer": 75, "debug": 0}
-"""Configuration of the comparison by GiB of GPU memory; configs/llama4_*.toml."""
+FITS = ((130, "scout_1layer", "--training.local_batch_size=8"), (75, "scout_1layer", ""), (0, "debug", ""))
+"""The comparison by GiB of GPU memory: the first row that fits, its configs/llama4_*.toml and flags for all runs."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,17 @@ def _tests(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
 
 
 def _kernels(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
-    bench = [sys.executable, "scripts/bench.py", "--json", out / "kernels.json", "--commit", tree_commit(ROOT), "--op"]
+    bench = [sys.executable, "scripts/bench.py", "--json", out / "kernels.json", "--commit", given.commit, "--op"]
     return _command([*bench, *(KERNEL_OPS[2:3] if given.quick else KERNEL_OPS)], out / "kernels.log", 12)
 
 
 def _compare(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    config = next(name for name, least in FITS.items() if memory >= least)
+    config, flags = next((config, flags) for least, config, flags in FITS if memory >= least)
     command = [
         "env", "NGPU=1", f"PYTHON={sys.executable}", f"CONFIG_FILE={ROOT}/configs/llama4_{config}.toml",
         ROOT / "scripts/compare.sh", "--steps", "20", "--log-freq", "2", "--warm-up", "6", "--out", out / "compare",
+        "--commit", given.commit, f"--flags={flags}",
     ]  # fmt: skip
     passed, lines = _command(command, out / "compare.log", 12)
     report = out / "compare" / "report.md"
@@ -97,7 +98,7 @@ def _command(command: list, log: Path, lines: int) -> tuple[bool, list[str]]:
     return code == 0, ["```", *tail, "```", f"exit code {code}, all of it in {log.name}"]
 
 
-def _machine() -> list[str]:
+def _machine(commit: str) -> list[str]:
     """What every report must say about where it was made."""
     import triton
 
@@ -108,7 +109,7 @@ def _machine() -> list[str]:
     return [
         f"- {torch.cuda.device_count()} x {device}, {memory:.0f} GiB",
         f"- torch {torch.__version__} (CUDA {torch.version.cuda}), triton {triton.__version__}",
-        f"- commit {tree_commit(ROOT)}",
+        f"- commit {commit}",
         f"- `auto` picks {choice.recipe_name}: {choice.why}",
         f"- F.scaled_grouped_mm in MXFP8: {f'no, {lacks}' if lacks else 'this build has it, for sm100'}",
     ]
@@ -127,6 +128,9 @@ def main() -> int:
         help="folder for logs and summary.md (default logs/validate)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer tests and shapes, for minutes of a borrowed GPU")
+    parser.add_argument(
+        "--commit", default=tree_commit(ROOT), help="what the summary names, for a copy of the tree without its history"
+    )
     given = parser.parse_args()
     names = given.only.split(",") if given.only else list(STEPS)
     unknown = [name for name in names if name not in STEPS]
@@ -139,7 +143,7 @@ def main() -> int:
         return 2
     out = given.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    summary, verdicts = [f"### mxfp8_titan on {torch.cuda.get_device_name()}", "", *_machine()], {}
+    summary, verdicts = [f"### mxfp8_titan on {torch.cuda.get_device_name()}", "", *_machine(given.commit)], {}
     for name in names:
         print(f"{name}: {STEPS[name].does} ...", flush=True)
         start = time.perf_counter()
