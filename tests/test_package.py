@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomli
+from packaging.requirements import Requirement
 
 import mxfp8_titan
 
@@ -47,3 +49,15 @@ def test_every_error_says_something():
             if isinstance(node, ast.Raise) and node.exc is not None:
                 assert not isinstance(node.exc, ast.Name) or node.exc.id[0].islower(), where
                 assert not isinstance(node.exc, ast.Call) or node.exc.args, where
+
+
+def test_every_dependency_is_a_released_version_by_name():
+    # A nightly or an address can vanish, and the release that asks for it with it.
+    project = tomli.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
+    assert len(texts) > 10
+    for requirement in map(Requirement, texts):
+        assert requirement.url is None, requirement
+        assert requirement.specifier, requirement
+        assert not requirement.specifier.prereleases, requirement
+        assert all("+" not in part.version for part in requirement.specifier), requirement
