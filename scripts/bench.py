@@ -1,4 +1,5 @@
 """Measures kernels on one GPU: one table per op, and with --json one results file for docs/benchmarks.
+Then the quantizers beside torch.compile and torchao, where those run.
 
 python scripts/bench.py --op quantize_both
 python scripts/bench.py --op all --json docs/benchmarks/kernels.json
@@ -11,7 +12,18 @@ from pathlib import Path
 
 import torch
 
-from mxfp8_titan.bench import accuracy, aligned_gemm, grouped_linear, host, layers, quantize, results, swizzle, timing
+from mxfp8_titan.bench import (
+    accuracy,
+    aligned_gemm,
+    grouped_linear,
+    host,
+    layers,
+    peers,
+    quantize,
+    results,
+    swizzle,
+    timing,
+)
 
 
 def main() -> None:
@@ -35,6 +47,8 @@ def main() -> None:
     what = f"what to measure, of {', '.join(names)}; all (default) leaves out {', '.join(gemms)}"
     parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *names], metavar="NAME", help=what)
     parser.add_argument("--json", type=Path, help="write the results here")
+    beside = "leave out what others take for the quantizers' work (torch.compile, torchao), about 100 s"
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help=beside)
     parser.add_argument("--commit", help="what to record when the tree is no git checkout")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -50,14 +64,28 @@ def main() -> None:
     for name in wanted:
         print(f"\n{name}", flush=True)
         rows += quantize.measure(by_bandwidth[name], copy) if name in by_bandwidth else (others | gemms)[name]()
-        if args.json:
-            # After every op, so that a run that is cut short leaves what it measured.
-            results.write(args.json, environment, _worst_ratio_only(rows))
+        _save(args.json, environment, rows)
+    # Last, so that neither their time nor what they leave in this process can cost a measurement above.
+    quantizers = [by_bandwidth[name] for name in wanted if name in by_bandwidth and args.peers]
+    if quantizers:
+        print("\nquantizers beside others", flush=True)
+    for row in peers.measure(quantizers):
+        rows.append(row)
+        _save(args.json, environment, rows)
     rows = _worst_ratio_only(rows)
     print()
-    results.print_table(
-        ["id", "value", "unit", "target", "detail"], [(r.id, f"{r.value:g}", r.unit, r.target, r.detail) for r in rows]
-    )
+    cells = [(r.id, f"{r.value:g}", r.unit, r.target, r.detail) for r in rows if r.us is None]
+    results.print_table(["id", "value", "unit", "target", "detail"], cells)
+    columns, lines = results.beside_others(results.as_dicts(rows))
+    if lines:
+        print()
+        results.print_table(columns, lines)
+
+
+def _save(path: Path | None, environment: dict[str, str], rows: list[results.Row]) -> None:
+    """Called after every op, so that a run that is cut short leaves what it measured."""
+    if path:
+        results.write(path, environment, _worst_ratio_only(rows))
 
 
 def _worst_ratio_only(rows: list[results.Row]) -> list[results.Row]:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -164,8 +165,9 @@ def gate(op: Op) -> None:
             assert torch.equal(out.view(torch.uint8), answer.view(torch.uint8)), f"{op.name} {rounding}: wrong bits"
 
 
-def _median_us(op: Op, arguments: tuple) -> float:
-    return statistics.median(device_us(lambda: op.run(*arguments)) for _ in range(2))
+def median_us(call: Callable[[], object]) -> float:
+    """Device time of one call of a quantizer: the mean of two medians."""
+    return statistics.median(device_us(call) for _ in range(2))
 
 
 def measure(op: Op, copy: float) -> list[Row]:
@@ -181,7 +183,7 @@ def measure(op: Op, copy: float) -> list[Row]:
         for layout in op.layouts or ("",):
             case = f"{'x'.join(map(str, shape))} {layout}".strip()
             extra = (layout,) if layout else ()
-            times = {rounding: _median_us(op, (*arguments, rounding, *extra)) for rounding in (FLOOR, RCEIL)}
+            times = {r: median_us(partial(op.run, *arguments, r, *extra)) for r in (FLOOR, RCEIL)}
             for rounding, us in times.items():
                 gbps = op.bytes_per_element * x.numel() / us / 1000
                 table.append((op.name, case, rounding, us, gbps, 100 * gbps / copy))

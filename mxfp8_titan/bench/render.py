@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from mxfp8_titan.bench.results import markdown_table
+from mxfp8_titan.bench.results import beside_others, markdown_table
 
 TITLES = {
     "kernels": "Kernels",
@@ -41,9 +41,21 @@ def section(name: str, results: dict) -> str:
     cells = [
         (row["id"], f"{row['value']:g}", row["unit"], row["target"], met(row["value"], row["target"]), row["detail"])
         for row in results["rows"]
+        if "us" not in row
     ]
-    return "\n".join(lines) + markdown_table(("id", "value", "unit", "target", "met", "detail"), cells)
+    text = "\n".join(lines) + markdown_table(("id", "value", "unit", "target", "met", "detail"), cells)
+    columns, others = beside_others(results["rows"])
+    return text + (BESIDE + markdown_table(columns, others) if others else "")
 
+
+BESIDE = """
+### Beside others
+
+The same outputs from the same input: by the kernel here, by `torch.compile` of this project's plain PyTorch reference,
+and by torchao (`to_mx` through `torch.compile`; for one scale per row its Triton kernel). `-`: it has none, or it did
+not run.
+
+"""
 
 GROUPED = """
 All cases: forward and backward, quantization included; `library` and `auto` say whose GEMMs ran, torchao is its FP8

@@ -24,6 +24,9 @@ class Row:
     unit: str
     target: str
     detail: str
+    us: dict[str, float | None] | None = None
+    """Times of several versions of the same work by name, None for one that did not run; most rows have no such thing.
+    `value` is then how many times as long as the version `here` the fastest other takes."""
 
 
 def version(package: str) -> str:
@@ -84,7 +87,24 @@ def write(path: Path, env: dict[str, str], rows: list[Row]) -> None:
         kept = [row for row in found["rows"] if row["id"] not in {new.id for new in rows}]
         commands = [line for line in found["command"].split(" && ") if line != env["command"]] if kept else []
         env = env | {"command": " && ".join([*commands, env["command"]])}
-    path.write_text(json.dumps(env | {"rows": kept + [asdict(row) for row in rows]}, indent=1) + "\n")
+    path.write_text(json.dumps(env | {"rows": kept + as_dicts(rows)}, indent=1) + "\n")
+
+
+def as_dicts(rows: list[Row]) -> list[dict]:
+    """Rows as the results files hold them, without fields that say nothing."""
+    return [{key: value for key, value in asdict(row).items() if value is not None} for row in rows]
+
+
+def beside_others(rows: list[dict]) -> tuple[list[str], list[tuple]]:
+    """Columns and lines of the table of the rows that have `us`; no lines where none has."""
+    rows = [row for row in rows if "us" in row]
+    versions = list(dict.fromkeys(version for row in rows for version in row["us"]))
+    lines = []
+    for row in rows:
+        times = [row["us"].get(version) for version in versions]
+        cells = ["-" if us is None else f"{us:.1f}" for us in times]
+        lines.append((row["id"].removesuffix("_beside"), row["detail"], *cells, f"{row['value']:.2f}"))
+    return ["op", "case", *(f"{version}, us" for version in versions), "fastest other / here"], lines
 
 
 def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

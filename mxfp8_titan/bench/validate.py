@@ -56,8 +56,8 @@ def _tests(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
 
 
 def _kernels(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
-    bench = [sys.executable, "scripts/bench.py", "--json", out / "kernels.json", "--commit", given.commit, "--op"]
-    return _command([*bench, *(KERNEL_OPS[2:3] if given.quick else KERNEL_OPS)], out / "kernels.log", 12)
+    bench = [sys.executable, "scripts/bench.py", "--no-peers", "--json", out / "kernels.json", "--commit", given.commit]
+    return _command([*bench, "--op", *(KERNEL_OPS[2:3] if given.quick else KERNEL_OPS)], out / "kernels.log", 12)
 
 
 def _compare(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:

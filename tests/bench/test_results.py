@@ -25,3 +25,12 @@ def test_rows_of_another_commit_or_gpu_are_dropped(tmp_path):
         write(path, ENVIRONMENT, [Row("a", 1.0, "us", "", "")])
         write(path, ENVIRONMENT | other, [Row("b", 2.0, "us", "", "")])
         assert _ids(path) == ["b"]
+
+
+def test_only_rows_of_several_versions_have_their_times(tmp_path):
+    path = tmp_path / "kernels.json"
+    times = {"here": 1.0, "torchao": None}
+    write(path, ENVIRONMENT, [Row("a", 1.0, "us", "", ""), Row("b", 2.0, "x", "", "", times)])
+    first, second = json.loads(path.read_text())["rows"]
+    assert "us" not in first
+    assert second["us"] == times
