@@ -265,13 +265,19 @@ def finished(settings: Settings, name: str, job: Job) -> Run:
     log = job.log.read_text(errors="replace")
     return Run(
         name=name,
-        command=shlex.join(job.command),
+        command=shlex.join(portable(job.command)),
         steps=read_metrics(folder / "metrics.jsonl", settings.steps),
         inventory=read_inventory(log),
         tokens_per_step=tokens_per_step(log),
         devices=job.processes,
         breakdown=read_trace(trace_of(folder)) if settings.trace_steps else None,
     )
+
+
+def portable(command: list[str]) -> list[str]:
+    """The command as it runs in any checkout's root: the interpreter by name, files of this one by relative paths."""
+    python, *words = command
+    return [Path(python).name, *(word.replace(f"{ROOT}{os.sep}", "") for word in words)]
 
 
 def write_report(settings: Settings, runs: list[Run], facts: dict[str, str]) -> None:

@@ -89,6 +89,13 @@ def _tree(root, **files):
     return sources_hash(root)
 
 
+def test_a_report_s_commands_name_no_folder_of_this_machine():
+    command = [sys.executable, "-m", "train", f"--job.config_file={ROOT}/configs/a.toml", f"{ROOT}/logs", "/data/mine"]
+    words = compare.portable(command)
+    assert words[1:] == ["-m", "train", "--job.config_file=configs/a.toml", "logs", "/data/mine"]
+    assert words[0] == os.path.basename(sys.executable)
+
+
 def test_sources_that_only_read_runs_may_change_without_running_again(tmp_path):
     first = _tree(tmp_path, converter="a", report__draw="a", compare="a")
     assert _tree(tmp_path, report__draw="b", compare="b") == first

@@ -5,6 +5,7 @@ python -m mxfp8_titan.bench.render docs/benchmarks docs/benchmarks.md
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,8 +15,10 @@ TITLES = {
     "kernels": "Kernels",
     "gemm": "GEMMs and layers",
     "grouped_linear": "Training steps of grouped experts",
-    "e2e": "End to end",
 }
+
+REPORTS = {"one_gpu": "End to end: one GPU"}
+"""Folders with a comparison by scripts/compare.sh, whose report.md becomes a section."""
 
 HEAD = """# Benchmarks
 
@@ -59,10 +62,19 @@ not run.
 
 GROUPED = """
 All cases: forward and backward, quantization included; `library` and `auto` say whose GEMMs ran, torchao is its FP8
-row-wise layer with fast accumulation. Device time in CUDA graphs, versions taking turns. The limit is the three FP8
-GEMMs alone, the faster ones, and each byte of quantization moved once.
+row-wise grouped layer with fast accumulation, called as it is, not compiled. Device time in CUDA graphs, versions
+taking turns. The limit is the three FP8 GEMMs alone, the faster ones, and each byte of quantization moved once.
 
 """
+
+
+def report_section(folder: Path, title: str) -> str:
+    """A comparison's report one level deeper, its pictures where they lie, its command lines left to the folder."""
+    text, _, _ = (folder / "report.md").read_text().partition("\n## Commands\n")
+    text = re.sub("^##", "###", text.replace("# Comparison", f"\n## {title}", 1), flags=re.MULTILINE)
+    place = f"{folder.parent.name}/{folder.name}"
+    text = text.replace("](", f"]({place}/")
+    return f"{text}\nCommand lines, every step and all of the breakdown: [{place}]({place}).\n"
 
 
 def csv_table(path: Path) -> str:
@@ -80,6 +92,8 @@ def main(folder: Path, out: Path) -> None:
         text += section(path.stem, json.loads(path.read_text()))
         if path.stem == "grouped_linear":
             text += GROUPED + csv_table(path.with_suffix(".csv"))
+    for name, title in REPORTS.items():
+        text += report_section(folder / name, title)
     out.write_text(text)
 
 

@@ -69,7 +69,9 @@ def draw_speeds(rows: list[Row], path: Path) -> None:
         for x, text in labels.items():
             axes.annotate(text, (x, at), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
     if any(limits):
-        handle = pyplot.Line2D([], [], color="tab:red", linestyle="--", label="limit: FP8 GEMM rates, casts free")
+        handle = pyplot.Line2D(
+            [], [], color="tab:red", linestyle="--", label="limit if only GEMMs got faster: FP8 rates, casts free"
+        )
         figure.legend(handles=[handle], loc="upper right", frameon=False, fontsize=9)
     axes.set_xlabel("tokens/s per device, median after warm-up; whiskers: slowest to fastest interval")
     axes.xaxis.set_major_formatter("{x:,.0f}")

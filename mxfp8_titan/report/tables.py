@@ -137,6 +137,12 @@ def speed_notes(rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
             f"{speed_ups.grouped:.2f} (grouped) times as fast, all else as it was; FP8 rates over bf16: "
             f"{speed_ups.source}. With free casts, and with the time of the run's own quantization kernels added."
         )
+        past = [row.name for row in rows if row.limit and row.speedup > row.limit.free_casts]
+        if past:
+            said.append(
+                f"Faster than the limit with free casts: {', '.join(past)}. More than the GEMMs got faster there, such "
+                "as SwiGLU and the moves of tokens; see where a step goes."
+            )
     else:
         said.append("No limits: the bf16 run has no trace.")
     return said

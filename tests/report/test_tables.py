@@ -45,6 +45,13 @@ def test_the_report_states_facts_noise_limits_conversion_and_commands():
         assert part in text
 
 
+def test_a_run_past_its_limit_is_named_and_why():
+    past = "Faster than the limit with free casts: both."
+    # Half of the 50 ms of GEMMs gone makes 1.33.
+    assert past not in _markdown(_runs(steps=steps_of([1, 133, 133])))
+    assert past in _markdown(_runs(steps=steps_of([1, 134, 134])))
+
+
 def test_the_breakdown_has_the_wall_time_the_sums_and_the_unknown_kernels():
     header, bf16, _, both = breakdown_table(_runs())
     cells = dict(zip(header, bf16, strict=True))
