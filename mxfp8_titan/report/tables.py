@@ -8,6 +8,7 @@ from mxfp8_titan.report.comparison import (
     AGAIN,
     BASELINE,
     LEAST_LOSS_NOISE,
+    LOSS_AFTER,
     LOSS_WINDOW,
     Row,
     Run,
@@ -156,10 +157,12 @@ def state_notes(runs: list[Run]) -> list[str]:
         noise = "; without a second bf16 run there is no noise to hold it against."
     else:
         noise = f"; over noise: over the larger of {LEAST_LOSS_NOISE} and twice that of the two bf16 runs."
+    short = base.steps[-1].step < 2 * LOSS_AFTER
     return [
         "Memory is the first rank's peak in a measured step, reserved and active. The first step holds start-up and "
         "compilation.",
         window + noise,
+        *([f"Losses still fall steeply here: judge their gaps from {2 * LOSS_AFTER} steps or more."] if short else []),
         "Busiest expert over mean: the first rank's tokens, worst layer, median over logged steps.",
     ]
 

@@ -52,6 +52,14 @@ def test_a_run_past_its_limit_is_named_and_why():
     assert past in _markdown(_runs(steps=steps_of([1, 134, 134])))
 
 
+def test_short_runs_are_not_to_be_judged_by_their_losses():
+    warning = "Losses still fall steeply here: judge their gaps from 100 steps or more."
+    for steps, warned in ((95, True), (100, False)):
+        speeds = [100] * (steps // 5)
+        runs = [run_of(name, steps_of(speeds)) for name in ("bf16", "bf16_again")]
+        assert (warning in _markdown(runs)) == warned
+
+
 def test_the_breakdown_has_the_wall_time_the_sums_and_the_unknown_kernels():
     header, bf16, _, both = breakdown_table(_runs())
     cells = dict(zip(header, bf16, strict=True))
