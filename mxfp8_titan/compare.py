@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mxfp8_titan.job_args import flag_value
-from mxfp8_titan.launch import ROOT, Job, Machine, make_job, run, this_machine
+from mxfp8_titan.launch import ROOT, Job, Machine, check, make_job, run, this_machine
 from mxfp8_titan.report.comparison import AGAIN, BASELINE, Run, make_rows
 from mxfp8_titan.report.draw import draw_breakdowns, draw_losses, draw_speeds
 from mxfp8_titan.report.facts import fingerprint, gather_facts, sources_hash
@@ -75,6 +75,7 @@ def parse(args: list[str]) -> Settings:
     """The settings in `args`. Ends the process with a message for arguments that cannot be used."""
     parser = argparse.ArgumentParser(
         prog="compare.sh",
+        allow_abbrev=False,
         description="Runs one torchtitan job in bf16 (twice, for the noise), MXFP8 dense, experts only and both, and "
         "reports speed, memory and loss beside each other. NGPU, CONFIG_FILE, CUDA_VISIBLE_DEVICES and "
         "TORCHTITAN_ROOT count as for llama4.sh.",
@@ -113,8 +114,12 @@ def parse(args: list[str]) -> Settings:
         parser.error(f"--only names {', '.join(unknown)}; runs are {', '.join(variants)}")
     if only:
         variants = {name: flags for name, flags in variants.items() if name == BASELINE or name in only}
-    if given.steps < given.warm_up + 2 * given.log_freq or min(given.log_freq, given.warm_up) < 1:
-        parser.error(f"--steps {given.steps} leaves no two intervals of {given.log_freq} after warm-up {given.warm_up}")
+    if min(given.log_freq, given.warm_up) < 1:
+        parser.error("--log-freq and --warm-up need whole numbers from 1 up")
+    needed = given.warm_up + 2 * given.log_freq
+    if given.steps < needed:
+        parser.error(f"--steps {given.steps}, needs {needed} or more: --warm-up {given.warm_up} and two intervals of "
+                     f"--log-freq {given.log_freq}")  # fmt: skip
     if given.trace_steps < 0 or given.hang_after < 1:
         parser.error("--trace-steps needs a whole number from 0 up, --hang-after from 1 up")
     try:
@@ -157,19 +162,28 @@ def compare(settings: Settings, machine: Machine) -> int:
         name: variant_job(settings, machine, name, [*common, *shlex.split(flags)])
         for name, flags in settings.variants.items()
     }
-    for number, (name, job) in enumerate(jobs.items(), 1):
+    done = {}
+    for name, job in jobs.items():
         config = Path(flag_value(job.command, "job.config_file") or "")
-        done = job.log.parent / f"done-{fingerprint(job.command, config, facts, sources, settings.cold)}"
+        done[name] = job.log.parent / f"done-{fingerprint(job.command, config, facts, sources, settings.cold)}"
+    # All of them before the first, which removes what earlier runs of its name left.
+    for name, job in jobs.items():
+        code = 0 if done[name].exists() else check(job)
+        if code:
+            print(f"error: {name} cannot start. Nothing was run, and what {settings.out} holds is as it was.",
+                  file=sys.stderr)  # fmt: skip
+            return code
+    for number, (name, job) in enumerate(jobs.items(), 1):
         place = f"[{number}/{len(jobs)}] {name}"
-        if done.exists():
+        if done[name].exists():
             print(f"{place}: kept from {job.log.parent}", flush=True)
             continue
         print(f"{place}: {settings.steps} steps{f' and {traced} for the trace' if traced else ''}", flush=True)
-        code = run_variant(job, settings)
+        code = run_variant(replace(job, check=[]), settings)
         if code:
             print(f"error: {name} failed; no report. {tail(job.log)}", file=sys.stderr)
             return code
-        done.touch()
+        done[name].touch()
     write_report(settings, [finished(settings, name, job) for name, job in jobs.items()], facts)
     return 0
 

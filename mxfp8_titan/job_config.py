@@ -35,7 +35,7 @@ class Recipe:
     wgrad_in_mxfp8: bool = True
     """Whether dw is an MXFP8 product; otherwise bf16."""
     gemm: str = "auto"
-    """Whose GEMMs run: PyTorch's (library), this project's (own), or per shape the one that measured faster (auto)."""
+    """Whose GEMMs run: PyTorch's (library), this project's (own), or by kind of product (auto), see backends/."""
     fast_accumulation: bool = False
     """Whether partial sums stay in the FP8 tensor core's few bits."""
 
@@ -85,8 +85,8 @@ class MX:
     """Precision of the weight-gradient GEMMs."""
 
     gemm: Literal["auto", "library", "own"] = "auto"
-    """GEMMs of the fast recipes: PyTorch's (library), this project's kernels (own), or auto, per shape the one that
-    measured faster."""
+    """GEMMs of the fast recipes: PyTorch's (library), this project's kernels (own), or auto: on Hopper this project's
+    for experts and PyTorch's for dense linears, on Blackwell PyTorch's where this build of it has them."""
 
     fast_accumulation: bool = False
     """mxfp8_hopper only, library GEMMs only. Faster and unsafe: Hopper's FP8 tensor cores then keep about 14 bits of

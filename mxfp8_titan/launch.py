@@ -128,14 +128,18 @@ def _pipeline_stages(args: list[str]) -> int:
     return int(value) if value.isdecimal() else 1
 
 
+def check(job: Job) -> int:
+    """0, or the exit code of the job's check, which has said why the job could not start."""
+    env = {**job.env, "WORLD_SIZE": str(job.processes)}
+    return subprocess.run(job.check, env=env, check=False).returncode if job.check else 0
+
+
 def run(job: Job) -> int:
     """Run `job`, showing and keeping its output; its exit code. The job ends when this process is told to end, or when
     nobody reads its output any more."""
-    if job.check:
-        env = {**job.env, "WORLD_SIZE": str(job.processes)}
-        code = subprocess.run(job.check, env=env, check=False).returncode
-        if code:
-            return code
+    code = check(job)
+    if code:
+        return code
     job.log.parent.mkdir(parents=True, exist_ok=True)
     print(f"log: {job.log}\n$ {shlex.join(job.command)}", flush=True)
     told: list[int] = []

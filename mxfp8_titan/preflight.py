@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -41,8 +41,8 @@ def parse(args: list[str]) -> JobConfig:
     """
     manager = ConfigManager()
     toml = read_toml(args)
+    config_cls = manager._maybe_add_custom_config(args, toml)
     if toml:
-        config_cls = manager._maybe_add_custom_config(args, toml)
         _check_names(config_cls, toml, "")
         # torchtitan puts the TOML's values where the annotations promise something else.
         _check_types(manager._dict_to_dataclass(config_cls, toml), "")
@@ -53,21 +53,34 @@ def parse(args: list[str]) -> JobConfig:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise ValueError(_text_of_box(printed.getvalue())) from None
+        raise ValueError(_text_of_box(printed.getvalue(), _flags(config_cls))) from None
     # Warnings go there too, before torchtitan sets its logging up.
     sys.stderr.write(printed.getvalue())
     return config
 
 
-def _text_of_box(box: str) -> str:
+def _flags(config_cls: type, prefix: str = "--") -> Iterator[str]:
+    """Every flag of the job."""
+    for field in fields(config_cls):
+        if is_dataclass(field.type):
+            yield from _flags(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def _text_of_box(box: str, flags: Iterable[str]) -> str:
     """What is wrong, and which flags may have been meant, from the titled box that tyro draws around an error; its
-    lines are dashes where stdout is not UTF-8."""
+    lines are dashes where stdout is not UTF-8. For some of `--flag=value` it has no suggestion."""
     lines = [line.strip("╭╮╰╯│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]]
     parts = itertools.groupby(filter(None, lines), lambda line: set(line) <= {"─", "-"})
     sections = [list(section) for is_rule, section in parts if not is_rule]
     text = " ".join(sections[0]).removeprefix("Error parsing mx: ") if sections else box
     meant = [line.split()[0] for section in sections[1:] if "meant" in section[0] for line in section if line[0] == "-"]
-    return f"{text}. Did you mean {', '.join(meant)}?" if meant else text
+    if meant:
+        return f"{text}. Did you mean {', '.join(meant)}?"
+    unknown = re.match(r"Unrecognized options: (--[^= ]+)", text)
+    near = did_you_mean(unknown[1], flags) if unknown else ""
+    return f"{text}.{near}" if near else text
 
 
 def _check_names(config_cls: type, toml: dict[str, Any], path: str) -> None:

@@ -47,7 +47,7 @@ def main() -> None:
     what = f"what to measure, of {', '.join(names)}; all (default) leaves out {', '.join(gemms)}"
     parser.add_argument("--op", nargs="+", default=["all"], choices=["all", *names], metavar="NAME", help=what)
     parser.add_argument("--json", type=Path, help="write the results here")
-    beside = "leave out what others take for the quantizers' work (torch.compile, torchao), about 100 s"
+    beside = "leave out what others take for the quantizers' work (torch.compile, torchao), 100 s at most"
     parser.add_argument("--no-peers", dest="peers", action="store_false", help=beside)
     parser.add_argument("--commit", help="what to record when the tree is no git checkout")
     args = parser.parse_args()
@@ -66,7 +66,7 @@ def main() -> None:
         rows += quantize.measure(by_bandwidth[name], copy) if name in by_bandwidth else (others | gemms)[name]()
         _save(args.json, environment, rows)
     # Last, so that neither their time nor what they leave in this process can cost a measurement above.
-    quantizers = [by_bandwidth[name] for name in wanted if name in by_bandwidth and args.peers]
+    quantizers = [by_bandwidth[name] for name in wanted if name in peers.REFERENCES and args.peers]
     if quantizers:
         print("\nquantizers beside others", flush=True)
     for row in peers.measure(quantizers):

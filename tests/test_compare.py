@@ -44,8 +44,9 @@ def test_flags_of_every_run_may_be_one_word_or_more(flags):
         (["--variant", "nameless"], "needs NAME=FLAGS"),
         (["--variant", "a/b=--x"], "needs NAME=FLAGS"),
         (["--only", "fast"], "--only names fast; runs are bf16"),
-        (["--steps", "12"], "leaves no two intervals of 5 after warm-up 10"),
-        (["--log-freq", "0"], "leaves no two intervals"),
+        (["--steps", "12"], "--steps 12, needs 20 or more: --warm-up 10 and two intervals of --log-freq 5"),
+        (["--log-freq", "0"], "--log-freq and --warm-up need whole numbers from 1 up"),
+        (["--step", "60"], "unrecognized arguments: --step 60"),
         (["--trace-steps", "-1"], "--trace-steps needs a whole number from 0 up"),
         (["--gemm-speed-ups", "2"], "needs dense=NUMBER,grouped=NUMBER"),
     ],
@@ -56,10 +57,16 @@ def test_arguments_that_cannot_be_used_are_refused(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_traced_steps_come_after_the_measured_ones_and_can_be_turned_off(tmp_path, monkeypatch):
+@pytest.fixture
+def made_up(monkeypatch):
+    """Jobs that pass their check, on a machine without facts."""
+    monkeypatch.setattr(compare, "check", lambda job: 0)
+    monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
+
+
+def test_traced_steps_come_after_the_measured_ones_and_can_be_turned_off(tmp_path, monkeypatch, made_up):
     started = []
     monkeypatch.setattr(compare, "run", lambda job: started.append(job) or 1)
-    monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
     gpu = Machine(gpus=1, gpu_gib=139, cores=2)
     for args in ([], ["--trace-steps", "0"]):
         compare.compare(replace(compare.parse(args), out=tmp_path), gpu)
@@ -89,7 +96,7 @@ def _tree(root, **files):
     return sources_hash(root)
 
 
-def test_a_report_s_commands_name_no_folder_of_this_machine():
+def test_a_report_s_commands_are_those_of_any_checkout_s_root():
     command = [sys.executable, "-m", "train", f"--job.config_file={ROOT}/configs/a.toml", f"{ROOT}/logs", "/data/mine"]
     words = compare.portable(command)
     assert words[1:] == ["-m", "train", "--job.config_file=configs/a.toml", "logs", "/data/mine"]
@@ -118,14 +125,31 @@ def test_a_run_is_kept_only_for_the_same_command_toml_commit_sources_machine_and
     assert len(set(prints)) == 7
 
 
-def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_report(tmp_path, monkeypatch, capsys):
+def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes_nothing(
+    tmp_path, monkeypatch, made_up, capsys
+):
+    # A typo among the flags once cost the finished runs of the same folder.
+    kept = [tmp_path / "bf16" / name for name in ("done-of-other-flags", "metrics.jsonl", "run.log")]
+    kept[0].parent.mkdir()
+    for file in kept:
+        file.write_text("hours of GPU time")
+    monkeypatch.setattr(compare, "check", lambda job: 2 if "--model.converters=mx" in job.command else 0)
+    monkeypatch.setattr(compare, "run", lambda job: pytest.fail("something was run"))
+    settings = replace(compare.parse([]), out=tmp_path)
+    assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 2
+    assert all(file.read_text() == "hours of GPU time" for file in kept)
+    assert "dense cannot start. Nothing was run" in capsys.readouterr().err
+
+
+def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_report(
+    tmp_path, monkeypatch, made_up, capsys
+):
     def fail(job):
         job.log.parent.mkdir(parents=True)
         job.log.write_text("".join(f"line {i}\n" for i in range(100)))
         return 3
 
     monkeypatch.setattr(compare, "run", fail)
-    monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 3
     said = capsys.readouterr().err

@@ -177,13 +177,14 @@ def test_every_token_is_counted_once_by_the_router(device):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_emulated", "mxfp8_emulated_rceil", "auto"])
-def test_the_next_token_s_distribution_moves_by_less_than_a_thousandth_of_a_nat(recipe, device):
-    # A loss can hide errors that cancel over tokens, a divergence cannot. Without attention it is 0.07.
+def test_the_next_token_s_distribution_moves_by_less_than_a_fiftieth_of_a_nat(recipe, device):
+    # A loss can hide errors that cancel over tokens, a divergence cannot. Here it is 0.008 (RCEIL, on a CPU). With one
+    # part's output zero instead: attention 0.09, feed-forward 0.07, experts 0.10; shared experts, 0.003, go unseen.
     tokens = torch.randint(0, 256, (2, 64), device=device)
     models = _model(), _convert(*BOTH, f"--mx.recipe_name={recipe}")
     log_p, log_q = (_log_probabilities(model, tokens) for model in models)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
-    assert 0 < divergence.mean() < 0.001
+    assert 0 < divergence.mean() < 0.02
 
 
 def _log_probabilities(model, tokens):
@@ -196,4 +197,8 @@ def _log_probabilities(model, tokens):
             last = layer.moe.experts.w2 if layer.moe_enabled else layer.feed_forward.w2.weight
             for weight in (layer.attention.wo.weight, last):
                 weight *= 16
+            if layer.moe_enabled:
+                # Else their SwiGLU is near zero, and so is what they add.
+                layer.moe.experts.w1 *= 4
+                layer.moe.experts.w3 *= 4
         return model(tokens).float().log_softmax(-1)

@@ -4,14 +4,14 @@ Every version gets the same random bf16 tensor, writes RCEIL and plain scales, a
 that its outputs are compared with the kernel's, so that no version is timed at less work or at other work.
 
 torch.compile: Inductor's code for this project's reference functions as they stand. An output that ends in a bitcast
-it may write twice: 32 x 32 moves 8 bytes an element where 7 would do.
+it may write twice.
 
 torchao (read in 0.18.0): `to_mx` through torch.compile, as its users run it. It does what the kernels do, with two
 differences that no random tensor shows: a block with an Inf becomes byte 254, not a block of NaN, and a block whose
 byte is 0 is not scaled. Along T it needs the transposed tensor contiguous: that copy is compiled with it and counts.
 SwiGLU and its gradient, which it has not, are put ahead of it as a bf16 model has them. For one scale per row it has a
 Triton kernel, which is run as it is. Its own kernels for MXFP8 (triton_to_mxfp8_dim0 and _dim1, mxfp8_quantize_cuda,
-CuTe DSL) refuse every GPU below compute capability 10.0, so on a H200 they are no peers.
+CuTe DSL) refuse every GPU below compute capability 10.0, so on an H200 they are no peers.
 """
 
 import time
@@ -29,11 +29,12 @@ from mxfp8_titan.reference import swiglu as ref_swiglu
 from mxfp8_titan.reference.quantize import quantize_along_k
 
 SECONDS = 100
-"""After so many no further op is begun: a version takes 5 to 15 s to compile."""
+"""After so many no further op is begun: each version has to be compiled."""
 
 MOST_DIFFERING = 1 / 8
-"""Share of an output's bytes. bf16 keeps 4 bits more than E4M3, so 1 in 16 elements lies halfway between two, and a
-scale or a SwiGLU off by its last bit moves half of those. Other blocks or another order move nearly all."""
+"""Share of an output's bytes. bf16 keeps 4 bits more than E4M3, so 1 in 16 SwiGLU products rounded to bf16 lies
+halfway between two, and half of those go the other way: 4 % of data, 0.4 % of scale bytes on random tensors (CPU).
+Other blocks or another order move nearly all."""
 
 FAILURES = (ImportError, RuntimeError, AssertionError, ValueError, TypeError, triton.TritonError)
 """What a missing package, an unsupported GPU, a failed compilation or a wrong answer raise."""
@@ -59,6 +60,7 @@ COMPILED = (
     "quantize_aligned_along_k",
     "quantize_32x32_both",
 )
+"""Ops whose reference is timed as it stands: one of each kind, because a compilation takes seconds."""
 
 REFERENCES: dict[str, Version] = {op.name: op.expected for op in OPS if op.name in COMPILED} | {
     "swiglu_forward": _swiglu,
@@ -68,6 +70,7 @@ REFERENCES: dict[str, Version] = {op.name: op.expected for op in OPS if op.name 
 
 
 def compiled(function: Version) -> Version:
+    """One graph, compiled for the shapes of the first call."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -165,11 +168,9 @@ def beside(op: Op, device: str = "cuda") -> Row | None:
 
 
 def measure(ops: list[Op], seconds: float = SECONDS) -> Iterator[Row]:
-    """Rows of the ops that others have too, each as soon as it is measured."""
+    """Rows of ops that are in REFERENCES, each as soon as it is measured."""
     end = time.monotonic() + seconds
     for op in ops:
-        if op.name not in REFERENCES:
-            continue
         if time.monotonic() > end:
             print(f"{op.name} by others: not measured, the {seconds:.0f} s for that are over")
         elif row := beside(op):

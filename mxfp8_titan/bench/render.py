@@ -27,6 +27,23 @@ Each section holds for the commit it names. Losses are printed like wins. What l
 [kernels.md](kernels.md), what was tried in [benchmarks/notes.md](benchmarks/notes.md).
 """
 
+BESIDE = """
+### Beside others
+
+The same outputs from the same input: by the kernel here, by `torch.compile` of this project's plain PyTorch reference,
+and by torchao (`to_mx` through `torch.compile`; for one scale per row its Triton kernel). `-`: it has none, or it did
+not run.
+
+"""
+
+GROUPED = """
+All cases: forward and backward, quantization included; `library` and `auto` say whose GEMMs ran, torchao is its FP8
+row-wise grouped layer with fast accumulation, called as it is, not compiled. Device time in CUDA graphs, versions
+taking turns. The limit is the three FP8 GEMMs alone, the faster ones, and each byte of quantization moved once. What
+else that command measures was measured anew: the section above.
+
+"""
+
 
 def met(value: float, target: str) -> str:
     """ "yes", "no", or nothing where there is no target: ">= 0.90" or "<= 20"."""
@@ -51,30 +68,14 @@ def section(name: str, results: dict) -> str:
     return text + (BESIDE + markdown_table(columns, others) if others else "")
 
 
-BESIDE = """
-### Beside others
-
-The same outputs from the same input: by the kernel here, by `torch.compile` of this project's plain PyTorch reference,
-and by torchao (`to_mx` through `torch.compile`; for one scale per row its Triton kernel). `-`: it has none, or it did
-not run.
-
-"""
-
-GROUPED = """
-All cases: forward and backward, quantization included; `library` and `auto` say whose GEMMs ran, torchao is its FP8
-row-wise grouped layer with fast accumulation, called as it is, not compiled. Device time in CUDA graphs, versions
-taking turns. The limit is the three FP8 GEMMs alone, the faster ones, and each byte of quantization moved once.
-
-"""
-
-
 def report_section(folder: Path, title: str) -> str:
     """A comparison's report one level deeper, its pictures where they lie, its command lines left to the folder."""
     text, _, _ = (folder / "report.md").read_text().partition("\n## Commands\n")
-    text = re.sub("^##", "###", text.replace("# Comparison", f"\n## {title}", 1), flags=re.MULTILINE)
+    text = re.sub("^##", "###", text, flags=re.MULTILINE).replace("# Comparison", f"\n## {title}", 1)
     place = f"{folder.parent.name}/{folder.name}"
-    text = text.replace("](", f"]({place}/")
-    return f"{text}\nCommand lines, every step and all of the breakdown: [{place}]({place}).\n"
+    text = re.sub(r"(!\[[^]]*\]\()", rf"\1{place}/", text)
+    logged = f"[report.json]({place}/report.json)"
+    return f"{text}\nCommand lines: [report.md]({place}/report.md). What was logged: {logged}.\n"
 
 
 def csv_table(path: Path) -> str:
@@ -90,6 +91,10 @@ def main(folder: Path, out: Path) -> None:
     text = HEAD
     for path in files:
         text += section(path.stem, json.loads(path.read_text()))
+        if path.stem == "kernels":
+            text += (
+                "\nEvery shape, layout and rounding, as printed: [benchmarks/kernels.txt](benchmarks/kernels.txt).\n"
+            )
         if path.stem == "grouped_linear":
             text += GROUPED + csv_table(path.with_suffix(".csv"))
     for name, title in REPORTS.items():

@@ -25,8 +25,8 @@ class Row:
     target: str
     detail: str
     us: dict[str, float | None] | None = None
-    """Times of several versions of the same work by name, None for one that did not run; most rows have no such thing.
-    `value` is then how many times as long as the version `here` the fastest other takes."""
+    """Times of several versions of the same work by name, None for one that did not run. `value` is then the fastest
+    other's over that of `here`."""
 
 
 def version(package: str) -> str:

@@ -63,8 +63,8 @@ class Row:
     smoothed_loss_gap: float
     """The same of losses averaged over LOSS_WINDOW steps, after the first ones."""
     loss_gap_over_noise: float | None
-    """smoothed_loss_gap over max(LEAST_LOSS_NOISE, twice that of the two bf16 runs); None for these two, and without a
-    second."""
+    """smoothed_loss_gap over max(LEAST_LOSS_NOISE, twice that of the two bf16 runs); None for these two, without a
+    second, and for runs too short to judge."""
     routing: str
     imbalance: float | None
     """Tokens of the busiest expert over the mean: median over logged steps of the worst layer."""
@@ -80,7 +80,8 @@ def make_rows(runs: list[Run], warm_up: int, device: str, speed_ups: GemmSpeedUp
     by_name = {run.name: run for run in runs}
     again = by_name.get(AGAIN)
     base = by_name[BASELINE]
-    noise = max(LEAST_LOSS_NOISE, 2 * smoothed_gap(again.steps, base.steps)) if again else None
+    judged = again and not too_short_to_judge(base.steps)
+    noise = max(LEAST_LOSS_NOISE, 2 * smoothed_gap(again.steps, base.steps)) if judged else None
     return [_row(run, base, warm_up, device, noise, speed_ups) for run in runs]
 
 
@@ -131,6 +132,11 @@ def smoothed(steps: list[Logged]) -> dict[int, float]:
         window = [s.loss for s in steps if step.step - LOSS_WINDOW < s.step <= step.step]
         means[step.step] = sum(window) / len(window)
     return means
+
+
+def too_short_to_judge(steps: list[Logged]) -> bool:
+    """Whether losses still fall so steeply, and are so few, that their gap says nothing about the numerics."""
+    return steps[-1].step < 2 * LOSS_AFTER
 
 
 def loss_compared_after(steps: list[Logged]) -> int:

@@ -70,7 +70,7 @@ def draw_speeds(rows: list[Row], path: Path) -> None:
             axes.annotate(text, (x, at), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
     if any(limits):
         handle = pyplot.Line2D(
-            [], [], color="tab:red", linestyle="--", label="limit if only GEMMs got faster: FP8 rates, casts free"
+            [], [], color="tab:red", linestyle="--", label="limit: GEMMs at FP8 rates, all else as in bf16"
         )
         figure.legend(handles=[handle], loc="upper right", frameon=False, fontsize=9)
     axes.set_xlabel("tokens/s per device, median after warm-up; whiskers: slowest to fastest interval")

@@ -13,6 +13,7 @@ from mxfp8_titan.report.comparison import (
     Row,
     Run,
     loss_compared_after,
+    too_short_to_judge,
 )
 from mxfp8_titan.report.limits import GemmSpeedUps
 
@@ -141,8 +142,8 @@ def speed_notes(rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
         past = [row.name for row in rows if row.limit and row.speedup > row.limit.free_casts]
         if past:
             said.append(
-                f"Faster than the limit with free casts: {', '.join(past)}. More than the GEMMs got faster there, such "
-                "as SwiGLU and the moves of tokens; see where a step goes."
+                f"Faster than the limit with free casts: {', '.join(past)}. More than the GEMMs got faster there, or "
+                "it is noise: see where a step goes."
             )
     else:
         said.append("No limits: the bf16 run has no trace.")
@@ -157,12 +158,12 @@ def state_notes(runs: list[Run]) -> list[str]:
         noise = "; without a second bf16 run there is no noise to hold it against."
     else:
         noise = f"; over noise: over the larger of {LEAST_LOSS_NOISE} and twice that of the two bf16 runs."
-    short = base.steps[-1].step < 2 * LOSS_AFTER
+    short = too_short_to_judge(base.steps)
     return [
         "Memory is the first rank's peak in a measured step, reserved and active. The first step holds start-up and "
         "compilation.",
         window + noise,
-        *([f"Losses still fall steeply here: judge their gaps from {2 * LOSS_AFTER} steps or more."] if short else []),
+        *([f"Too short to judge losses by: {2 * LOSS_AFTER} steps or more say something."] if short else []),
         "Busiest expert over mean: the first rank's tokens, worst layer, median over logged steps.",
     ]
 

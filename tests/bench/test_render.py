@@ -1,4 +1,4 @@
-from mxfp8_titan.bench.render import main, section
+from mxfp8_titan.bench.render import main, report_section, section
 from mxfp8_titan.bench.results import Row, as_dicts
 from tests.test_docs import ROOT
 
@@ -23,3 +23,10 @@ def test_times_of_several_versions_are_a_table_of_their_own():
         "| quantize_both | 64x64, RCEIL | 10.0 | 15.0 | - | 1.50 |\n"
         "| swiglu | 32x64, RCEIL | 10.0 | - | 9.0 | 0.90 |\n"
     )
+
+
+def test_a_report_is_a_section_with_its_parts_below(tmp_path):
+    (tmp_path / "report.md").write_text("# Comparison\n\n## Speed\n\n![a](b.png)\n\n## Commands\n\n- x\n")
+    lines = report_section(tmp_path, "One").splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["## One", "### Speed"]
+    assert f"![a]({tmp_path.parent.name}/{tmp_path.name}/b.png)" in lines

@@ -91,7 +91,7 @@ SIZES = [
 
 
 def group_ends(size: Size, multiple: int, device: str) -> Tensor:
-    """Sizes 0 : 3 : 2 : 1 : 0 ... in multiples of `multiple`, and rows past the last group unless there is one row."""
+    """Sizes 0 : 3 : 2 : 1 : 0 ... in multiples of `multiple`, and rows past the last group where there are 16 rows."""
     weights = torch.tensor([3 * e % 4 for e in range(size.experts)])
     used = size.tokens - size.tokens // 16
     ends = used * weights.cumsum(0) // max(int(weights.sum()), 1)
@@ -119,7 +119,7 @@ class Inputs:
     def fp8(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(torch.float8_e4m3fn)
 
-    def fp32(self, *shape: int) -> Tensor:
+    def ones(self, *shape: int) -> Tensor:
         return torch.ones(shape, device=self.device)
 
     def scale_bytes(self, *shape: int) -> Tensor:
@@ -149,13 +149,13 @@ def aligned_quantizers(i: Inputs) -> Iterator[Case]:
         yield variant, quantize_aligned_along_k_with_amax, x, RCEIL, ends
         yield variant, quantize_aligned_along_t, x, RCEIL, ends
         yield variant, column_amax, x, ends
-        amax = i.fp32(1 if variant == "" else i.e, i.k)
-        yield variant, requantize_aligned_along_t, i.fp8(*x.shape), i.fp32(*x.shape[:-1]), amax, RCEIL, ends
+        amax = i.ones(1 if variant == "" else i.e, i.k)
+        yield variant, requantize_aligned_along_t, i.fp8(*x.shape), i.ones(*x.shape[:-1]), amax, RCEIL, ends
     yield "", padded_group_ends, i.ends
     parts = [("two", [i.w, i.w]), ("cut", [i.w[:, :17], i.w[:, 17:]]), ("dense", [i.w[0]])]
     for variant, ws in parts:
         yield variant, quantize_aligned_weights, ws, RCEIL
-        amax = i.fp32(1 if variant == "dense" else i.e, i.k)
+        amax = i.ones(1 if variant == "dense" else i.e, i.k)
         yield variant, quantize_aligned_weights_along_n, ws, amax, RCEIL
 
 
@@ -201,7 +201,7 @@ def moves(i: Inputs) -> Iterator[Case]:
     yield "", zero_empty_groups, i.empty(i.e, i.n, i.k), i.ends
     for top_k in (1, 3):
         slot = torch.randperm(i.t * top_k, device=i.device)
-        row, rows, scale = slot.argsort(), i.source(i.t * top_k, i.k), i.fp32(i.t * top_k)
+        row, rows, scale = slot.argsort(), i.source(i.t * top_k, i.k), i.ones(i.t * top_k)
         yield f"top {top_k}", gather_rows, i.x, slot, top_k, None
         yield f"top {top_k} scaled", gather_rows, i.x, slot, top_k, scale
         yield f"top {top_k} based", sum_rows, rows, row, top_k, None, i.x
@@ -212,16 +212,16 @@ def moves(i: Inputs) -> Iterator[Case]:
 def aligned_gemms(i: Inputs) -> Iterator[Case]:
     for out_dtype in (torch.bfloat16, torch.float32):
         for product, n, k in (("y", i.n, i.k), ("dx", i.k, i.n)):
-            a = i.fp8(i.t, k), i.fp32(i.t)
-            b = i.fp8(i.e, n, k), i.fp32(i.e, n)
+            a = i.fp8(i.t, k), i.ones(i.t)
+            b = i.fp8(i.e, n, k), i.ones(i.e, n)
             yield f"{product} {out_dtype}", aligned_gemm, *a, b[0][0].clone(), b[1][0].clone(), None, out_dtype
             yield f"{product} {out_dtype} groups", aligned_gemm, *a, *b, i.ends, out_dtype
         for variant, ends in (("dw", None), ("dw groups", i.ends)):
             experts = 1 if ends is None else i.e
             cols = round_up(i.t, BLOCK_SIZE) + (0 if ends is None else GROUP_TILE * i.e)
-            b = i.fp8(i.k, cols), i.fp32(experts, i.k)
+            b = i.fp8(i.k, cols), i.ones(experts, i.k)
             for parts in (1, 2):
-                a = i.fp8(parts * i.n, cols), i.fp32(experts, parts * i.n)
+                a = i.fp8(parts * i.n, cols), i.ones(experts, parts * i.n)
                 yield f"{variant} {out_dtype} in {parts}", aligned_gemm_over_t, *a, *b, ends, parts, out_dtype
 
 

@@ -66,8 +66,8 @@ def test_losses_are_smoothed_over_twenty_steps():
 
 def test_the_smoothed_gap_is_held_against_twice_the_noise_of_equal_runs_but_no_less_than_the_least():
     def shifted(by):
-        # Before step 15, half of the run, losses are not compared.
-        return steps_of([100] * 6, losses=[8 + 9 * by, *[8 + by] * 6], every=5)
+        # Before step 50, losses are not compared.
+        return steps_of([100] * 20, losses=[8 + 9 * by, *[8 + by] * 20], every=5)
 
     base, again = run_of("bf16", shifted(0)), run_of("bf16_again", shifted(0))
     rows = _rows(base, again, run_of("both", shifted(-0.01)))
@@ -76,3 +76,5 @@ def test_the_smoothed_gap_is_held_against_twice_the_noise_of_equal_runs_but_no_l
     noisy = _rows(base, run_of("bf16_again", shifted(0.1)), run_of("both", shifted(-0.1)))
     assert noisy[2].loss_gap_over_noise == pytest.approx(0.5)
     assert _rows(base, run_of("both", shifted(0.1)))[1].loss_gap_over_noise is None
+    short = [run_of(name, shifted(0.1)[:-1]) for name in ("bf16", "bf16_again", "both")]
+    assert _rows(*short)[2].loss_gap_over_noise is None

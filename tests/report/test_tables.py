@@ -53,7 +53,7 @@ def test_a_run_past_its_limit_is_named_and_why():
 
 
 def test_short_runs_are_not_to_be_judged_by_their_losses():
-    warning = "Losses still fall steeply here: judge their gaps from 100 steps or more."
+    warning = "Too short to judge losses by: 100 steps or more say something."
     for steps, warned in ((95, True), (100, False)):
         speeds = [100] * (steps // 5)
         runs = [run_of(name, steps_of(speeds)) for name in ("bf16", "bf16_again")]

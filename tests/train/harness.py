@@ -44,6 +44,7 @@ def train(
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d"]
         launcher += ["--rdzv-endpoint=localhost:0", "--local-ranks-filter=0"]
     command = [*launcher, "-m", entry, "--job.config_file", str(config), f"--job.dump_folder={folder}", *flags]
+    # Whoever runs several tests at once shares the cores out.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "HF_DATASETS_OFFLINE": "1"}

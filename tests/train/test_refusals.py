@@ -57,6 +57,8 @@ def _refused(capsys, *flags, config=DEBUG):
         (["--mx.dense=maybe"], "mx.no-dense|Unrecognized options"),
         (["--mx.health_every=-2"], "mx.health_every is -2, needs a whole number of steps from 1 up, or 0 for off"),
         (["--mx.health_every=often"], "health.every"),
+        (["--mx.moe_fqn_prototype=experts"], "prototype=experts. Did you mean --mx.moe_fqns_prototype"),
+        (["--mx.recipe_nam=auto"], "Did you mean --mx.recipe_name?"),
         (["--training.step=3"], "error: Unrecognized options: --training.step=3. Did you mean --training.steps?"),
         (["--model.converters=mx,mx"], "model.converters is mx,mx, needs each name once"),
         (["--training.seq_len=-5"], "training.seq_len is -5, needs a whole number from 1 up"),
