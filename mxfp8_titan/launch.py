@@ -134,9 +134,12 @@ def check(job: Job) -> int:
     return subprocess.run(job.check, env=env, check=False).returncode if job.check else 0
 
 
-def run(job: Job) -> int:
+def run(job: Job, keep_open: tuple[int, ...] = ()) -> int:
     """Run `job`, showing and keeping its output; its exit code. The job ends when this process is told to end, or when
-    nobody reads its output any more."""
+    nobody reads its output any more.
+
+    keep_open: file descriptors for the job to inherit
+    """
     code = check(job)
     if code:
         return code
@@ -151,8 +154,7 @@ def run(job: Job) -> int:
             # torchrun ends its workers on a TERM.
             child.terminate()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with open(job.log, "w", buffering=1) as log:
         log.write(f"$ {shlex.join(job.command)}\n")
         # In a session of its own, so that Ctrl-C comes through here and is passed on once.
@@ -164,6 +166,7 @@ def run(job: Job) -> int:
             text=True,
             errors="replace",
             start_new_session=True,
+            pass_fds=keep_open,
         )
         children.append(child)
         try:
@@ -181,6 +184,8 @@ def run(job: Job) -> int:
             if child.poll() is None and told:
                 child.terminate()
             code = child.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return finish(job.log, -told[0] if told else code)
 
 

@@ -75,11 +75,18 @@ def _text_of_box(box: str, flags: Iterable[str]) -> str:
     parts = itertools.groupby(filter(None, lines), lambda line: set(line) <= {"─", "-"})
     sections = [list(section) for is_rule, section in parts if not is_rule]
     text = " ".join(sections[0]).removeprefix("Error parsing mx: ") if sections else box
-    meant = [line.split()[0] for section in sections[1:] if "meant" in section[0] for line in section if line[0] == "-"]
+    meant = [
+        line.split()[0].rstrip(",")
+        for section in sections[1:]
+        if "meant" in section[0]
+        for line in section
+        if line[0] == "-"
+    ]
     if meant:
         return f"{text}. Did you mean {', '.join(meant)}?"
-    unknown = re.match(r"Unrecognized options: (--[^= ]+)", text)
-    near = did_you_mean(unknown[1], flags) if unknown else ""
+    unknown = re.findall(r"(?<!\S)--[^=\s,]+", text) if text.startswith("Unrecognized options: ") else []
+    known = list(flags)
+    near = "".join(did_you_mean(flag, known) for flag in unknown)
     return f"{text}.{near}" if near else text
 
 

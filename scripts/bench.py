@@ -54,6 +54,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "error: no NVIDIA GPU is visible to PyTorch here, and bench.py measures one\n")
     wanted = [*by_bandwidth, *others] if "all" in args.op else args.op
+    if args.json:
+        try:
+            results.read(args.json)
+        except ValueError as error:
+            parser.error(f"--json: {error}")
 
     torch.manual_seed(0)
     environment = results.environment(args.commit)
@@ -90,8 +95,8 @@ def _save(path: Path | None, environment: dict[str, str], rows: list[results.Row
 
 def _worst_ratio_only(rows: list[results.Row]) -> list[results.Row]:
     """Of the time ratios of RCEIL over FLOOR, which every op has, the largest, at the end."""
-    ratios = [row for row in rows if row.id == "rceil_over_floor"]
-    rows = [row for row in rows if row.id != "rceil_over_floor"]
+    ratios = [row for row in rows if row.id == results.WORST_OF_OPS]
+    rows = [row for row in rows if row.id != results.WORST_OF_OPS]
     return [*rows, max(ratios, key=lambda row: row.value)] if ratios else rows
 
 

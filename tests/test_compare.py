@@ -1,6 +1,5 @@
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxfp8_titan import compare
-from mxfp8_titan.job_args import flag_values
-from mxfp8_titan.launch import Job, Machine, run
-from mxfp8_titan.report.facts import fingerprint, sources_hash
+from mxfp8_titan import compare, compare_runs
+from mxfp8_titan.launch import Machine
 from tests.train.harness import ROOT
 
 
@@ -47,6 +44,11 @@ def test_flags_of_every_run_may_be_one_word_or_more(flags):
         (["--steps", "12"], "--steps 12, needs 20 or more: --warm-up 10 and two intervals of --log-freq 5"),
         (["--log-freq", "0"], "--log-freq and --warm-up need whole numbers from 1 up"),
         (["--step", "60"], "unrecognized arguments: --step 60"),
+        (["--flags", "--training.steps=8"], "--flags sets training.steps, which the comparison sets: use --steps"),
+        (["--variant", "long=--debug.seed 7"], "--variant long sets debug.seed, which the comparison sets: use --seed"),
+        (["--flags", "--job.description='"], """--flags "--job.description='": No closing quotation"""),
+        (["--variant", "bf16=--model.converters=mx"], "bf16 is a name of the comparison's own"),
+        (["--variant", "seed-42="], "seed-42 is a name of the comparison's own"),
         (["--trace-steps", "-1"], "--trace-steps needs a whole number from 0 up"),
         (["--gemm-speed-ups", "2"], "needs dense=NUMBER,grouped=NUMBER"),
     ],
@@ -66,7 +68,7 @@ def made_up(monkeypatch):
 
 def test_traced_steps_come_after_the_measured_ones_and_can_be_turned_off(tmp_path, monkeypatch, made_up):
     started = []
-    monkeypatch.setattr(compare, "run", lambda job: started.append(job) or 1)
+    monkeypatch.setattr(compare_runs, "run", lambda job, keep_open: started.append(job) or 1)
     gpu = Machine(gpus=1, gpu_gib=139, cores=2)
     for args in ([], ["--trace-steps", "0"]):
         compare.compare(replace(compare.parse(args), out=tmp_path), gpu)
@@ -75,54 +77,6 @@ def test_traced_steps_come_after_the_measured_ones_and_can_be_turned_off(tmp_pat
     assert ("--mx.trace_steps", "=", "3") in with_trace
     assert ("--training.steps", "=", "50") in without
     assert not any(name.startswith("--mx.trace") for name, _, _ in without)
-
-
-def test_the_seed_checkpoint_is_made_on_one_process_whatever_the_parallelism(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(compare, "run", lambda job: started.append(job) or 1)
-    settings = replace(compare.parse([]), out=tmp_path)
-    with pytest.raises(SystemExit):
-        compare.seed_checkpoint(settings, Machine(0, 0, 2), ["--parallelism.expert_parallel_degree=2"])
-    assert started[0].processes == 1
-    assert flag_values(started[0].command, "parallelism.expert_parallel_degree")[-1] == "1"
-
-
-def _tree(root, **files):
-    for name, text in files.items():
-        path = root / "mxfp8_titan" / name.replace("__", "/")
-        path = path.with_name(f"{path.name}.py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return sources_hash(root)
-
-
-def test_a_report_s_commands_are_those_of_any_checkout_s_root():
-    command = [sys.executable, "-m", "train", f"--job.config_file={ROOT}/configs/a.toml", f"{ROOT}/logs", "/data/mine"]
-    words = compare.portable(command)
-    assert words[1:] == ["-m", "train", "--job.config_file=configs/a.toml", "logs", "/data/mine"]
-    assert words[0] == os.path.basename(sys.executable)
-
-
-def test_sources_that_only_read_runs_may_change_without_running_again(tmp_path):
-    first = _tree(tmp_path, converter="a", report__draw="a", compare="a")
-    assert _tree(tmp_path, report__draw="b", compare="b") == first
-    assert _tree(tmp_path, converter="b") != first
-
-
-def test_a_run_is_kept_only_for_the_same_command_toml_commit_sources_machine_and_versions(tmp_path):
-    toml = tmp_path / "job.toml"
-    toml.write_text("a")
-    facts = {"commit": "abc", "gpu": "g", "date": "today"}
-
-    def print_of(command=("train", "--a"), sources="s", cold=False, **changed):
-        return fingerprint(list(command), toml, facts | changed, sources, cold)
-
-    prints = [print_of(), print_of(commit="def"), print_of(gpu="h"), print_of(("train",)), print_of(sources="t")]
-    assert print_of(date="tomorrow") == prints[0]
-    prints.append(print_of(cold=True))
-    toml.write_text("b")
-    prints.append(print_of())
-    assert len(set(prints)) == 7
 
 
 def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes_nothing(
@@ -134,7 +88,7 @@ def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes
     for file in kept:
         file.write_text("hours of GPU time")
     monkeypatch.setattr(compare, "check", lambda job: 2 if "--model.converters=mx" in job.command else 0)
-    monkeypatch.setattr(compare, "run", lambda job: pytest.fail("something was run"))
+    monkeypatch.setattr(compare_runs, "run", lambda job, keep_open: pytest.fail("something was run"))
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 2
     assert all(file.read_text() == "hours of GPU time" for file in kept)
@@ -144,12 +98,13 @@ def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes
 def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_report(
     tmp_path, monkeypatch, made_up, capsys
 ):
-    def fail(job):
+    def fail(job, keep_open):
         job.log.parent.mkdir(parents=True)
         job.log.write_text("".join(f"line {i}\n" for i in range(100)))
         return 3
 
-    monkeypatch.setattr(compare, "run", fail)
+    monkeypatch.setattr(compare_runs, "run", fail)
+    (tmp_path / "report.md").write_text("of last month")
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 3
     said = capsys.readouterr().err
@@ -159,16 +114,30 @@ def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_rep
     assert not (tmp_path / "report.md").exists()
 
 
-def test_a_run_that_falls_silent_is_ended(tmp_path, capsys):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    job = Job(["sh", "-c", "echo started; exec sleep 600"], dict(os.environ), tmp_path / "run.log")
-    try:
-        with compare.ended_when_silent(job.log, 0.5):
-            assert run(job) == 128 + signal.SIGTERM
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), before, strict=True):
-            signal.signal(number, handler)
-    assert "no output for 0.5 s: the run hangs" in capsys.readouterr().err
+def test_a_toml_edited_while_runs_go_on_stops_the_comparison_and_the_run_does_not_count(
+    tmp_path, monkeypatch, made_up, capsys
+):
+    toml = tmp_path / "job.toml"
+    toml.write_text("[optimizer]\nlr = 1e-4\n")
+    monkeypatch.setenv("CONFIG_FILE", str(toml))
+
+    def run_and_edit(job, keep_open):
+        job.log.parent.mkdir(parents=True)
+        toml.write_text("[optimizer]\nlr = 1e-1\n")
+        return 0
+
+    monkeypatch.setattr(compare_runs, "run", run_and_edit)
+    settings = replace(compare.parse([]), out=tmp_path / "out")
+    assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 1
+    assert "changed before bf16 ended" in capsys.readouterr().err
+    assert list((tmp_path / "out").rglob("done-*")) == []
+
+
+@pytest.mark.parametrize("name", ["STEPS", "EXTRA_ARGS"])
+def test_variables_of_the_launcher_that_do_not_count_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setenv(name, "8")
+    with pytest.raises(ValueError, match=f"{name} set, for llama4.sh; compare.sh takes --steps and --flags"):
+        compare.compare(replace(compare.parse([]), out=tmp_path), Machine(1, 139, 2))
 
 
 @pytest.mark.train

@@ -59,7 +59,8 @@ ALLOWED = {
     "check": {"train"},
     "plan": {"train", "preflight", "backends", "selection"},
     "launch": {"report", "job_args"},
-    "compare": {"launch", "report", "job_args"},
+    "compare_runs": {"launch", "report", "job_args"},
+    "compare": {"compare_runs", "launch", "report", "job_args"},
 }
 
 

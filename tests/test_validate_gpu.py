@@ -1,10 +1,12 @@
 import subprocess
 import sys
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mxfp8_titan.bench import roofline
+from mxfp8_titan.bench import roofline, validate
 from mxfp8_titan.bench.validate import STEPS
 from tests.test_docs import ROOT
 
@@ -28,6 +30,14 @@ def test_an_unknown_step_is_named():
     done = _run("--only", "products,speed")
     assert done.returncode == 2
     assert "--only names speed, needs steps of products, tests," in done.stderr
+
+
+def test_a_failed_comparison_shows_its_own_lines_and_no_older_report(tmp_path, monkeypatch):
+    (tmp_path / "compare").mkdir()
+    (tmp_path / "compare" / "report.md").write_text("of last month")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=0))
+    monkeypatch.setattr(validate, "_command", lambda *a: (False, ["it failed"]))
+    assert validate._compare(Namespace(commit="abc"), tmp_path) == (False, ["it failed"])
 
 
 def test_the_docs_show_the_roofline_as_it_is_computed():

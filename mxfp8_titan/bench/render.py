@@ -55,7 +55,7 @@ def met(value: float, target: str) -> str:
 
 def section(name: str, results: dict) -> str:
     """One results file as a heading, its environment and a table."""
-    lines = [f"\n## {TITLES.get(name, name)}\n"]
+    lines = [f"\n## {TITLES[name]}\n"]
     lines += [", ".join(f"{key} {value}" for key, value in results.items() if key not in ("rows", "command")) + "\n"]
     lines += [f"`{results['command']}`\n\n"]
     cells = [
@@ -87,7 +87,7 @@ def csv_table(path: Path) -> str:
 
 def main(folder: Path, out: Path) -> None:
     """Write the whole page to `out`."""
-    files = sorted(folder.glob("*.json"), key=lambda path: [*TITLES, path.stem].index(path.stem))
+    files = [path for name in TITLES if (path := folder / f"{name}.json").exists()]
     text = HEAD
     for path in files:
         text += section(path.stem, json.loads(path.read_text()))

@@ -70,7 +70,7 @@ def _compare(given: argparse.Namespace, out: Path) -> tuple[bool, list[str]]:
     ]  # fmt: skip
     passed, lines = _command(command, out / "compare.log", 12)
     report = out / "compare" / "report.md"
-    return passed, report.read_text().splitlines() if report.exists() else lines
+    return passed, report.read_text().splitlines() if passed else lines
 
 
 STEPS = {

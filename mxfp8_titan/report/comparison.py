@@ -75,11 +75,17 @@ class Row:
 def make_rows(runs: list[Run], warm_up: int, device: str, speed_ups: GemmSpeedUps | None) -> list[Row]:
     """The rows of `runs`, against the one that is called BASELINE.
 
-    Raises: ValueError when a run has no interval to measure.
+    Raises: ValueError when a run has no interval to measure, or another last step than the baseline.
     """
     by_name = {run.name: run for run in runs}
     again = by_name.get(AGAIN)
     base = by_name[BASELINE]
+    for run in runs:
+        if run.steps[-1].step != base.steps[-1].step:
+            raise ValueError(
+                f"{run.name} ended at step {run.steps[-1].step} and {BASELINE} at {base.steps[-1].step}: they are not "
+                "the same job"
+            )
     judged = again and not too_short_to_judge(base.steps)
     noise = max(LEAST_LOSS_NOISE, 2 * smoothed_gap(again.steps, base.steps)) if judged else None
     return [_row(run, base, warm_up, device, noise, speed_ups) for run in runs]

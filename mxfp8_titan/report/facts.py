@@ -1,6 +1,7 @@
 """Where and with what runs are made, and a fingerprint of all that decides their numbers."""
 
 import hashlib
+import os
 import subprocess
 import time
 from contextlib import suppress
@@ -8,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # What only reads finished runs may change without making them worthless.
-_READERS = ("report", "compare.py", "bench", "plan.py")
+_READERS = ("report", "compare.py", "compare_runs.py", "bench", "plan.py")
 
 
 def gather_facts(root: Path, gpus: int, cores: int, commit: str = "") -> dict[str, str]:
@@ -23,11 +24,17 @@ def gather_facts(root: Path, gpus: int, cores: int, commit: str = "") -> dict[st
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
         "triton": version("triton"),
-        "torchtitan": version("torchtitan"),
+        "torchtitan": _torchtitan(),
     }
     with suppress(PackageNotFoundError):
         facts["torchao"] = version("torchao")
     return {**facts, "commit": commit or tree_commit(root), "date": time.strftime("%Y-%m-%d")}
+
+
+def _torchtitan() -> str:
+    """The installed version, or which checkout TORCHTITAN_ROOT names."""
+    checkout = os.environ.get("TORCHTITAN_ROOT")
+    return f"{checkout} at {tree_commit(Path(checkout))}" if checkout else version("torchtitan")
 
 
 def tree_commit(root: Path) -> str:

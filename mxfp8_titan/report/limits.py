@@ -1,6 +1,7 @@
 """How fast a run could be if its converted GEMMs took what FP8 GEMMs were measured to take, all else as in bf16."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +62,11 @@ def parse_speed_ups(text: str) -> GemmSpeedUps:
     Raises: ValueError for anything else.
     """
     try:
-        given = {name: float(value) for name, value in (item.split("=") for item in text.split(","))}
+        items = [item.split("=") for item in text.split(",")]
+        given = {name: float(value) for name, value in items}
     except ValueError:
-        given = {}
-    if set(given) != {"dense", "grouped"} or min(given.values()) <= 0:
+        items, given = [], {}
+    if sorted(name for name, *_ in items) != ["dense", "grouped"] or not all(0 < v < math.inf for v in given.values()):
         raise ValueError(f"--gemm-speed-ups {text!r}, needs dense=NUMBER,grouped=NUMBER, such as dense=1.6,grouped=1.7")
     return GemmSpeedUps(**given, source="given by --gemm-speed-ups, not measured here")
 

@@ -23,8 +23,14 @@ class Logged:
 
 
 def read_metrics(path: Path, last_step: int) -> list[Logged]:
-    """The steps recorded in `path` up to `last_step`, in order; later ones were traced."""
+    """The steps recorded in `path` up to `last_step`, in order; later ones were traced.
+
+    Raises: ValueError when they are not those of one run from step 1 on.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    numbers = [line["step"] for line in lines]
+    if numbers[:1] != [1] or any(after <= before for before, after in pairwise(numbers)):
+        raise ValueError(f"{path} has the steps {numbers}, needs those of one run that began at step 1")
     return [
         Logged(
             step=line["step"],

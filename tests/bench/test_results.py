@@ -1,6 +1,8 @@
 import json
 
-from mxfp8_titan.bench.results import Row, write
+import pytest
+
+from mxfp8_titan.bench.results import WORST_OF_OPS, Row, read, write
 
 ENVIRONMENT = {"gpu": "some GPU", "commit": "abc", "date": "2026-01-01", "command": "one"}
 
@@ -34,3 +36,27 @@ def test_only_rows_of_several_versions_have_their_times(tmp_path):
     first, second = json.loads(path.read_text())["rows"]
     assert "us" not in first
     assert second["us"] == times
+
+
+def test_the_worst_of_all_ops_stays_when_one_op_is_measured_again(tmp_path):
+    path = tmp_path / "kernels.json"
+    for value, expected in ((1.2, 1.2), (1.0, 1.2), (1.3, 1.3)):
+        write(path, ENVIRONMENT, [Row(WORST_OF_OPS, value, "ratio", "<= 1.05", "")])
+        assert [row["value"] for row in json.loads(path.read_text())["rows"]] == [expected]
+
+
+def test_uncommitted_changes_are_no_commit_to_share(tmp_path):
+    path = tmp_path / "gemm.json"
+    changed = ENVIRONMENT | {"commit": "abc with changes"}
+    for name in ("a", "b"):
+        write(path, changed, [Row(name, 1.0, "us", "", "")])
+    assert _ids(path) == ["b"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": ['])
+def test_a_file_that_holds_no_results_is_not_overwritten(text, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match="holds no results of bench.py, and is not overwritten"):
+        read(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="missing is no folder for results"):
+        read(tmp_path / "missing" / "a.json")

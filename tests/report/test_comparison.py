@@ -78,3 +78,8 @@ def test_the_smoothed_gap_is_held_against_twice_the_noise_of_equal_runs_but_no_l
     assert _rows(base, run_of("both", shifted(0.1)))[1].loss_gap_over_noise is None
     short = [run_of(name, shifted(0.1)[:-1]) for name in ("bf16", "bf16_again", "both")]
     assert _rows(*short)[2].loss_gap_over_noise is None
+
+
+def test_runs_of_other_lengths_are_not_compared():
+    with pytest.raises(ValueError, match="both ended at step 20 and bf16 at 15: they are not the same job"):
+        _rows(run_of("bf16", steps_of([1, 100, 100])), run_of("both", steps_of([1, 100, 100, 100])))

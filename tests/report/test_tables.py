@@ -82,7 +82,7 @@ def test_what_is_missing_is_said():
 
 
 def test_more_than_the_peak_is_flagged_and_intervals_left_out_are_counted():
-    over = _markdown(_runs(steps=steps_of([1, 2.5e6, 2.5e6, 2.5e6], compiled=(10,))))
+    over = _markdown(_runs(steps=steps_of([1, 2.5e6, 2.5e6], compiled=(10,))))
     assert "**Above 100 % of the peak, so something is measured wrongly: both.**" in over
     assert "because something was compiled in them: both 1." in over
     assert "Above 100 %" not in _markdown(_runs())

@@ -59,6 +59,8 @@ def _refused(capsys, *flags, config=DEBUG):
         (["--mx.health_every=often"], "health.every"),
         (["--mx.moe_fqn_prototype=experts"], "prototype=experts. Did you mean --mx.moe_fqns_prototype"),
         (["--mx.recipe_nam=auto"], "Did you mean --mx.recipe_name?"),
+        (["--compile.enabel"], "Did you mean --compile.enable?"),
+        (["--mx.no_dens=1", "--trainin.steps=3"], r"=3. Did you mean --mx.dense\? Did you mean --training.steps"),
         (["--training.step=3"], "error: Unrecognized options: --training.step=3. Did you mean --training.steps?"),
         (["--model.converters=mx,mx"], "model.converters is mx,mx, needs each name once"),
         (["--training.seq_len=-5"], "training.seq_len is -5, needs a whole number from 1 up"),
