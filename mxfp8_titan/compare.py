@@ -8,7 +8,6 @@ import argparse
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from mxfp8_titan.compare_runs import (
@@ -49,6 +48,7 @@ OURS = {
     **dict.fromkeys(("job.dump_folder", "mx.metrics_file", "mx.trace_file", "checkpoint.folder"), "--out"),
 }
 """torchtitan flags that the comparison sets itself, and what asks it to."""
+# Removed before the first run, so that none of an earlier comparison stands beside what this one leaves.
 REPORT = ("report.md", "report.json", "speed.png", "loss.png", "breakdown.png")
 GEMM_RESULTS = ROOT / "docs" / "benchmarks" / "gemm.json"
 
@@ -163,7 +163,7 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
             print(f"error: {name} cannot start. Nothing was run, and what {settings.out} holds is as it was.",
                   file=sys.stderr)  # fmt: skip
             return code
-    for file in REPORT if pending else ():
+    for file in REPORT:
         (settings.out / file).unlink(missing_ok=True)
     for number, (name, job) in enumerate(jobs.items(), 1):
         place = f"[{number}/{len(jobs)}] {name}"
@@ -172,7 +172,7 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
             continue
         extra = f" and {settings.extra_steps} for the trace" if settings.extra_steps else ""
         print(f"{place}: {settings.steps} steps{extra}", flush=True)
-        code = run_variant(replace(job, check=[]), settings, keep_open)
+        code = run_variant(job, settings, keep_open)
         if code:
             print(f"error: {name} failed; no report. {tail(job.log)}", file=sys.stderr)
             return code
@@ -193,7 +193,6 @@ def write_report(settings: Settings, runs: list[Run], facts: dict[str, str]) -> 
     draw_speeds(rows, out / "speed.png")
     draw_losses({run.name: run.steps for run in runs}, out / "loss.png")
     breakdowns = {run.name: run.breakdown for run in runs if run.breakdown}
-    (out / "breakdown.png").unlink(missing_ok=True)
     if breakdowns:
         draw_breakdowns(breakdowns, out / "breakdown.png")
     (out / "report.json").write_text(as_json(runs, rows, facts, speed_ups))

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mxfp8_titan.job_args import flag_value
-from mxfp8_titan.launch import ROOT, Job, Machine, make_job, run
+from mxfp8_titan.launch import ROOT, Job, Machine, execute, make_job, run
 from mxfp8_titan.report.comparison import Run
 from mxfp8_titan.report.facts import fingerprint, sources_hash
+from mxfp8_titan.report.finish import finish
 from mxfp8_titan.report.inventory import read_inventory, tokens_per_step
 from mxfp8_titan.report.limits import GemmSpeedUps
 from mxfp8_titan.report.metrics import read_metrics
@@ -124,7 +125,7 @@ def done_marker(job: Job, its_stamp: str) -> Path:
 
 
 def run_variant(job: Job, settings: Settings, keep_open: tuple[int, ...]) -> int:
-    """Run `job` afresh, compile caches empty if the settings say so; its exit code.
+    """Run `job`, which passed its check, afresh, compile caches empty if the settings say so; its exit code.
 
     keep_open: file descriptors for the run to inherit
     """
@@ -140,9 +141,9 @@ def run_variant(job: Job, settings: Settings, keep_open: tuple[int, ...]) -> int
         env = {**job.env, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
         job = replace(job, env=env)
     with ended_when_silent(job.log, settings.hang_after):
-        code = run(job, keep_open)
+        code = execute(job, keep_open)
     shutil.rmtree(cache, ignore_errors=True)
-    return code
+    return finish(job.log, code)
 
 
 @contextmanager

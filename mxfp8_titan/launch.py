@@ -135,14 +135,19 @@ def check(job: Job) -> int:
 
 
 def run(job: Job, keep_open: tuple[int, ...] = ()) -> int:
-    """Run `job`, showing and keeping its output; its exit code. The job ends when this process is told to end, or when
-    nobody reads its output any more.
+    """Check `job`, run it and say how it ended; the exit code for the whole.
 
     keep_open: file descriptors for the job to inherit
     """
-    code = check(job)
-    if code:
-        return code
+    return check(job) or finish(job.log, execute(job, keep_open))
+
+
+def execute(job: Job, keep_open: tuple[int, ...] = ()) -> int:
+    """Run `job`, showing and keeping its output; its exit code, negative for a signal. The job ends when this process
+    is told to end, or when nobody reads its output any more.
+
+    keep_open: file descriptors for the job to inherit
+    """
     job.log.parent.mkdir(parents=True, exist_ok=True)
     print(f"log: {job.log}\n$ {shlex.join(job.command)}", flush=True)
     told: list[int] = []
@@ -186,7 +191,7 @@ def run(job: Job, keep_open: tuple[int, ...] = ()) -> int:
             code = child.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-    return finish(job.log, -told[0] if told else code)
+    return -told[0] if told else code
 
 
 def _positive_int(env: Mapping[str, str], name: str) -> int | None:

@@ -61,14 +61,15 @@ def test_arguments_that_cannot_be_used_are_refused(args, message, capsys):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Jobs that pass their check, on a machine without facts."""
+    """Jobs that pass their check, end as they are made to, on a machine without facts."""
     monkeypatch.setattr(compare, "check", lambda job: 0)
+    monkeypatch.setattr(compare_runs, "finish", lambda log, code: code)
     monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
 
 
 def test_traced_steps_come_after_the_measured_ones_and_can_be_turned_off(tmp_path, monkeypatch, made_up):
     started = []
-    monkeypatch.setattr(compare_runs, "run", lambda job, keep_open: started.append(job) or 1)
+    monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: started.append(job) or 1)
     gpu = Machine(gpus=1, gpu_gib=139, cores=2)
     for args in ([], ["--trace-steps", "0"]):
         compare.compare(replace(compare.parse(args), out=tmp_path), gpu)
@@ -88,7 +89,7 @@ def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes
     for file in kept:
         file.write_text("hours of GPU time")
     monkeypatch.setattr(compare, "check", lambda job: 2 if "--model.converters=mx" in job.command else 0)
-    monkeypatch.setattr(compare_runs, "run", lambda job, keep_open: pytest.fail("something was run"))
+    monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: pytest.fail("something was run"))
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 2
     assert all(file.read_text() == "hours of GPU time" for file in kept)
@@ -103,7 +104,7 @@ def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_rep
         job.log.write_text("".join(f"line {i}\n" for i in range(100)))
         return 3
 
-    monkeypatch.setattr(compare_runs, "run", fail)
+    monkeypatch.setattr(compare_runs, "execute", fail)
     (tmp_path / "report.md").write_text("of last month")
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 3
@@ -126,7 +127,7 @@ def test_a_toml_edited_while_runs_go_on_stops_the_comparison_and_the_run_does_no
         toml.write_text("[optimizer]\nlr = 1e-1\n")
         return 0
 
-    monkeypatch.setattr(compare_runs, "run", run_and_edit)
+    monkeypatch.setattr(compare_runs, "execute", run_and_edit)
     settings = replace(compare.parse([]), out=tmp_path / "out")
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 1
     assert "changed before bf16 ended" in capsys.readouterr().err

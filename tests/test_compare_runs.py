@@ -10,7 +10,7 @@ import pytest
 
 from mxfp8_titan import compare, compare_runs
 from mxfp8_titan.job_args import flag_values
-from mxfp8_titan.launch import Job, Machine, run
+from mxfp8_titan.launch import Job, Machine, execute
 from mxfp8_titan.report.facts import fingerprint, gather_facts, sources_hash
 from tests.train.harness import ROOT
 
@@ -84,7 +84,7 @@ def test_a_run_is_kept_only_for_the_same_command_toml_commit_sources_machine_and
 def test_a_run_that_falls_silent_is_ended(tmp_path, capsys):
     job = Job(["sh", "-c", "echo started; exec sleep 600"], dict(os.environ), tmp_path / "run.log")
     with compare_runs.ended_when_silent(job.log, 0.5):
-        assert run(job) == 128 + signal.SIGTERM
+        assert execute(job) == -signal.SIGTERM
     assert "no output for 0.5 s: the run hangs" in capsys.readouterr().err
 
 
@@ -93,8 +93,9 @@ def test_a_run_starts_without_the_checkpoints_that_an_earlier_one_left(tmp_path,
     (tmp_path / "bf16" / "checkpoint" / "step-8").mkdir(parents=True)
     left = []
     monkeypatch.setattr(
-        compare_runs, "run", lambda job, keep_open: left.extend((tmp_path / "bf16").glob("checkpoint")) or 0
+        compare_runs, "execute", lambda job, keep_open: left.extend((tmp_path / "bf16").glob("checkpoint")) or 0
     )
+    monkeypatch.setattr(compare_runs, "finish", lambda log, code: code)
     settings = replace(compare.parse(["--flags=--checkpoint.enable --checkpoint.interval=4"]), out=tmp_path)
     job = compare_runs.variant_job(settings, Machine(1, 139, 2), "bf16", compare_runs.flags_of(settings, ""))
     compare_runs.run_variant(job, settings, ())
@@ -127,7 +128,7 @@ def test_a_folder_has_one_comparison_at_a_time_and_none_while_a_run_outlives_its
 
 def test_a_signal_after_a_run_is_the_caller_s_again(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    run(Job(["true"], dict(os.environ), tmp_path / "run.log"))
+    execute(Job(["true"], dict(os.environ), tmp_path / "run.log"))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 

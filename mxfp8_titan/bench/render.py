@@ -27,6 +27,8 @@ Each section holds for the commit it names. Losses are printed like wins. What l
 [kernels.md](kernels.md), what was tried in [benchmarks/notes.md](benchmarks/notes.md).
 """
 
+PRINTED = "\nEvery shape, layout and rounding, as printed: [benchmarks/kernels.txt](benchmarks/kernels.txt).\n"
+
 BESIDE = """
 ### Beside others
 
@@ -92,9 +94,7 @@ def main(folder: Path, out: Path) -> None:
     for path in files:
         text += section(path.stem, json.loads(path.read_text()))
         if path.stem == "kernels":
-            text += (
-                "\nEvery shape, layout and rounding, as printed: [benchmarks/kernels.txt](benchmarks/kernels.txt).\n"
-            )
+            text += PRINTED
         if path.stem == "grouped_linear":
             text += GROUPED + csv_table(path.with_suffix(".csv"))
     for name, title in REPORTS.items():

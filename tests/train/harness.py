@@ -28,6 +28,11 @@ class Run:
         return [step.loss for step in self.steps if step.step >= first]
 
 
+def entry_args(*flags: str, entry: str = "mxfp8_titan.train", config: Path = DEBUG) -> list[str]:
+    """A job, as arguments of the interpreter or of torchrun."""
+    return ["-m", entry, "--job.config_file", str(config), *flags]
+
+
 def train(
     folder: Path,
     *flags: str,
@@ -43,7 +48,7 @@ def train(
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d"]
         launcher += ["--rdzv-endpoint=localhost:0", "--local-ranks-filter=0"]
-    command = [*launcher, "-m", entry, "--job.config_file", str(config), f"--job.dump_folder={folder}", *flags]
+    command = [*launcher, *entry_args(f"--job.dump_folder={folder}", *flags, entry=entry, config=config)]
     # Whoever runs several tests at once shares the cores out.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -13,7 +13,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxfp8_titan.preflight import meta_model, parse
-from tests.train.harness import DEBUG, MX, ROOT, TINY, only_step, read_checkpoint, train
+from tests.train.harness import MX, ROOT, TINY, entry_args, only_step, read_checkpoint, train
 
 pytestmark = pytest.mark.train
 
@@ -51,16 +51,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name, saved, tmp
 
 def _kill_while_it_saves(folder, step):
     """Starts a run and kills it with SIGKILL as soon as the first bytes of `step`'s checkpoint are written."""
-    command = [
-        sys.executable,
-        "-m",
-        "mxfp8_titan.train",
-        "--job.config_file",
-        str(DEBUG),
-        *SAVE,
-        *MX,
-        "--training.steps=10",
-    ]
+    command = [sys.executable, *entry_args(*SAVE, *MX, "--training.steps=10")]
     with open(folder / "killed.txt", "w") as log:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
         job = subprocess.Popen([*command, f"--job.dump_folder={folder}"], env=env, stdout=log, stderr=subprocess.STDOUT)

@@ -12,7 +12,7 @@ from mxfp8_titan import preflight
 from mxfp8_titan import train as entry
 from mxfp8_titan.job_args import add_config_hook
 from mxfp8_titan.job_config import MX as Settings
-from tests.train.harness import DEBUG, ROOT
+from tests.train.harness import DEBUG, ROOT, entry_args
 
 MX = "--model.converters=mx"
 AC = "--activation_checkpoint.mode=selective"
@@ -212,15 +212,7 @@ def test_a_missing_toml_is_named(capsys):
 
 
 def test_the_process_ends_with_code_2_and_one_line():
-    command = [
-        sys.executable,
-        "-m",
-        "mxfp8_titan.train",
-        "--job.config_file",
-        str(DEBUG),
-        MX,
-        "--mx.filter_fqns=lm_head",
-    ]
+    command = [sys.executable, *entry_args(MX, "--mx.filter_fqns=lm_head")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
