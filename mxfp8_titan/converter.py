@@ -20,6 +20,7 @@ from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.feed_forward import fuse_feed_forwards
 from mxfp8_titan.modules.linear import MXFP8Linear
 from mxfp8_titan.modules.moe import speed_up_token_moves
+from mxfp8_titan.modules.saved_inputs import mark_saved_inputs
 from mxfp8_titan.selection import EXPERTS, LINEAR, Plan, fold_layer_numbers, make_plan
 
 MODELS = ("llama4", "llama3", "deepseek_v3", "qwen3")
@@ -95,6 +96,7 @@ def swap(model: nn.Module, plan: Plan, recipe: Recipe, choice: BackendChoice) ->
         if isinstance(parent, MoE):
             speed_up_token_moves(parent)
     fuse_feed_forwards(model)
+    mark_saved_inputs(model)
 
 
 def summarize(plan: Plan, recipe: Recipe, choice: BackendChoice) -> str:

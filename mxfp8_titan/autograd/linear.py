@@ -5,8 +5,9 @@
              dw (N, K)    = dy_along_t^T @ x_along_t
     grouped  the same for the rows of each expert e, with w[e] and dw[e]: w and dw are (E, N, K)
 
-x is quantized once for y and dw, dy once for dx and dw. Each gradient that nobody asks for costs nothing: a frozen
-weight has no dw GEMM and no quantization for it. Rows past group_ends[-1] come out as zeros in y and dx and
+x is quantized once for y and dw, dy once for dx and dw; an x that something else saves for backward anyway is saved as
+it is and quantized again for dw. Each gradient that nobody asks for costs nothing: a frozen weight has no dw GEMM and
+no quantization for it. Rows past group_ends[-1] come out as zeros in y and dx and
 contribute to no dw, whatever they hold.
 """
 
@@ -22,17 +23,25 @@ from mxfp8_titan.job_config import Recipe
 class LinearFunction(torch.autograd.Function):
     """x (T, K), w (N, K) or (E, N, K), group_ends None or (E,) int32 -> y (T, N) in `out_dtype`.
 
+    saves_x: whether to save x, because something else does, rather than what is made of it for dw
     Gradients have the dtypes of x and w.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, w: Tensor, group_ends: Tensor | None, recipe: Recipe, backend: Backend, out_dtype: torch.dtype
-    ) -> Tensor:
+        ctx, x: Tensor, w: Tensor, group_ends: Tensor | None, recipe: Recipe, backend: Backend,
+        out_dtype: torch.dtype, saves_x: bool = False,
+    ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        tokens = backend.quantize_tokens(x, group_ends, recipe, needs_dw and recipe.wgrad_in_mxfp8)
+        mxfp8_dw = needs_dw and recipe.wgrad_in_mxfp8
+        ctx.saves_x = saves_x and mxfp8_dw
+        if ctx.saves_x:
+            tokens = backend.quantize_saved_tokens(x, group_ends, recipe)
+            for_dw = x, *tokens.kept
+        else:
+            tokens = backend.quantize_tokens(x, group_ends, recipe, mxfp8_dw)
+            for_dw = tokens.dw if mxfp8_dw else (x,) if needs_dw else ()
         weights = backend.quantize_weights([w], recipe, needs_dx)
-        for_dw = tokens.dw if recipe.wgrad_in_mxfp8 else (x,) if needs_dw else ()
         for_dx = (w, *weights.kept) if needs_dx else ()
         ctx.save_for_backward(group_ends, *for_dw, *for_dx)
         ctx.saved_for_dw = len(for_dw)
@@ -55,11 +64,13 @@ class LinearFunction(torch.autograd.Function):
             w, *kept = for_dx
             weights = backend.quantize_weights_for_dx([w], tuple(kept), recipe)
             dx = backend.dx(tokens.rows, weights, group_ends, recipe, ctx.x_dtype)
+        if ctx.saves_x:
+            x = backend.quantize_saved_tokens_for_dw(x[0], tuple(x[1:]), group_ends, recipe)
         if mxfp8_dw:
             (dw,) = backend.dw(tokens.dw, tuple(x), group_ends, recipe, 1, ctx.w_dtype)
         elif needs_dw:
             dw = _dw_in_bf16(dy, *x, group_ends).to(ctx.w_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def _dw_in_bf16(dy: Tensor, x: Tensor, group_ends: Tensor | None) -> Tensor:

@@ -22,23 +22,30 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     """x (T, K), w1 and w3 (H, K) or (E, H, K), w2 (K, H) or (E, K, H) -> y (T, K) in `out_dtype`.
 
     group_ends: None or (E,) int32. Gradients have the dtypes of x and of each weight. All products are MXFP8 ones,
-    also dw.
+    also dw. saves_x: as LinearFunction's.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, group_ends: Tensor | None,
-        recipe: Recipe, backend: Backend, out_dtype: torch.dtype,
+        recipe: Recipe, backend: Backend, out_dtype: torch.dtype, saves_x: bool = False,
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw1, needs_dw2, needs_dw3 = ctx.needs_input_grad[:4]
         needs_dh = needs_dx or needs_dw1 or needs_dw3
-        tokens = backend.quantize_tokens(x, group_ends, recipe, needs_dw1 or needs_dw3)
+        needs_dw13 = needs_dw1 or needs_dw3
+        ctx.saves_x = saves_x and needs_dw13
+        if ctx.saves_x:
+            tokens = backend.quantize_saved_tokens(x, group_ends, recipe)
+            for_dw13 = x, *tokens.kept
+        else:
+            tokens = backend.quantize_tokens(x, group_ends, recipe, needs_dw13)
+            for_dw13 = tokens.dw
         w13 = backend.quantize_weights([w1, w3], recipe, needs_dx)
         h13 = backend.y(tokens.rows, w13.y, group_ends, recipe, out_dtype)
         h, h_kept = backend.swiglu(h13, group_ends, recipe, needs_dw2)
         w2_operands = backend.quantize_weights([w2], recipe, needs_dh)
-        ctx.save_for_backward(group_ends, h13, w1, w2, w3, *tokens.dw, *h_kept, *w13.kept, *w2_operands.kept)
-        ctx.counts = [len(part) for part in (tokens.dw, h_kept, w13.kept, w2_operands.kept)]
+        ctx.save_for_backward(group_ends, h13, w1, w2, w3, *for_dw13, *h_kept, *w13.kept, *w2_operands.kept)
+        ctx.counts = [len(part) for part in (for_dw13, h_kept, w13.kept, w2_operands.kept)]
         ctx.recipe, ctx.backend, ctx.out_dtype, ctx.x_dtype = recipe, backend, out_dtype, x.dtype
         return backend.y(h.rows, w2_operands.y, group_ends, recipe, out_dtype)
 
@@ -49,6 +56,10 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         needs_dw13 = needs_dw1 or needs_dw3
         backend, recipe = ctx.backend, ctx.recipe
         group_ends, h13, w1, w2, w3, *rest = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            # h13 need not outlive its use below: it is twice as large as any other tensor here. Where the graph is kept
+            # for a second backward, this clears nothing.
+            ctx.maybe_clear_saved_tensors()
         parts = []
         for count in ctx.counts:
             parts.append(tuple(rest[:count]))
@@ -65,6 +76,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
             del dh, w2_for_dx
         else:
             h = backend.swiglu(h13, group_ends, recipe, True)[0].dw
+        del h13
         if needs_dw2:
             (dw2,) = backend.dw(tokens.dw, h, group_ends, recipe, 1, w2.dtype)
         del tokens, h
@@ -72,7 +84,9 @@ class SwiGLUMLPFunction(torch.autograd.Function):
             w13_for_dx = backend.quantize_weights_for_dx([w1, w3], w13_kept, recipe)
             dx = backend.dx(dh13.rows, w13_for_dx, group_ends, recipe, ctx.x_dtype)
             del w13_for_dx
+        if ctx.saves_x:
+            x = backend.quantize_saved_tokens_for_dw(x[0], x[1:], group_ends, recipe)
         if needs_dw13:
             dw1, dw3 = backend.dw(dh13.dw, x, group_ends, recipe, 2, w1.dtype)
         grads = (dx, dw1 if needs_dw1 else None, dw2, dw3 if needs_dw3 else None)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None

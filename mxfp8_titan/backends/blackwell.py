@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxfp8_titan.backends import select
-from mxfp8_titan.backends.interface import Backend, Operand, Tokens, Weights
+from mxfp8_titan.backends.interface import Backend, Operand, SavedTokens, Tokens, Weights
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED
 from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.kernels import quantize, swiglu  # noqa: F401 - importing them registers their ops
@@ -178,6 +178,14 @@ def _quantize_tokens(x: Tensor, group_ends: Tensor | None, recipe: Recipe, for_d
     return Tokens((data, scale), (data_t, scale_t))
 
 
+def _quantize_saved_tokens(x: Tensor, group_ends: Tensor | None, recipe: Recipe) -> SavedTokens:
+    return SavedTokens(_quantize_tokens(x, group_ends, recipe, False).rows, ())
+
+
+def _quantize_saved_tokens_for_dw(x: Tensor, kept: Operand, group_ends: Tensor | None, recipe: Recipe) -> Operand:
+    return tuple(_ops.quantize_along_t(x, recipe.rounding, BLOCKED, group_ends))
+
+
 def _quantize_weights(ws: list[Tensor], recipe: Recipe, for_dx: bool) -> Weights:
     return Weights(tuple(t for w in ws for t in _ops.quantize_along_k(w, recipe.rounding, BLOCKED)), ())
 
@@ -223,6 +231,8 @@ BLACKWELL = Backend(
     home="mxfp8_titan.backends.blackwell:BLACKWELL",
     group_alignment=BLOCK_SIZE,
     quantize_tokens=_quantize_tokens,
+    quantize_saved_tokens=_quantize_saved_tokens,
+    quantize_saved_tokens_for_dw=_quantize_saved_tokens_for_dw,
     quantize_weights=_quantize_weights,
     quantize_weights_for_dx=_quantize_weights_for_dx,
     y=_y,

@@ -3,13 +3,14 @@
 An operand for rows, x (T, K) or w (E, N, K), is (data, scale): E4M3 and one fp32 power of two a row, which the GEMM
 applies after its sum. An operand for dw is (data, scale, amax): the same FP8 rows and the largest magnitude of each
 feature in each group, from which an exponent shift and a transpose make the layout that contracts tokens. So
-autograd saves FP8, x is read once in bf16, and every element is rounded once. See docs/numerics.md.
+autograd saves FP8, x is read once in bf16, and every element is rounded once. See docs/numerics.md. Where autograd
+saves x itself, (x, amax) is that operand.
 """
 
 import torch
 from torch import Tensor
 
-from mxfp8_titan.backends.interface import Backend, Operand, Tokens, Weights
+from mxfp8_titan.backends.interface import Backend, Operand, SavedTokens, Tokens, Weights
 from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.kernels import (  # noqa: F401 - importing them registers their ops
     quantize_aligned,
@@ -29,6 +30,12 @@ def _quantize_tokens(x: Tensor, group_ends: Tensor | None, recipe: Recipe, for_d
         data, scale, amax = _ops.quantize_aligned_along_k_with_amax(x, recipe.rounding, group_ends)
         return Tokens((data, scale), (data, scale, amax))
     return Tokens(_ops.quantize_aligned_along_k(x, recipe.rounding, group_ends), ())
+
+
+def _quantize_saved_tokens(x: Tensor, group_ends: Tensor | None, recipe: Recipe) -> SavedTokens:
+    """Keeps the column maxima, so that backward reads x once."""
+    data, scale, amax = _ops.quantize_aligned_along_k_with_amax(x, recipe.rounding, group_ends)
+    return SavedTokens((data, scale), (amax,))
 
 
 def _quantize_weights(ws: list[Tensor], recipe: Recipe, for_dx: bool) -> Weights:
@@ -56,6 +63,9 @@ def _dw(
 
 def along_t(operand: Operand, group_ends: Tensor | None, recipe: Recipe) -> Operand:
     """An operand of dw in the layout that contracts tokens: data (K, T') and scale (G, K)."""
+    if len(operand) == 2:
+        x, amax = operand
+        return _ops.quantize_aligned_along_t(x, recipe.rounding, group_ends, amax)
     return _ops.requantize_aligned_along_t(*operand, recipe.rounding, group_ends)
 
 
@@ -165,6 +175,8 @@ HOPPER = Backend(
     home="mxfp8_titan.backends.hopper:HOPPER",
     group_alignment=1,
     quantize_tokens=_quantize_tokens,
+    quantize_saved_tokens=_quantize_saved_tokens,
+    quantize_saved_tokens_for_dw=lambda x, kept, group_ends, recipe: (x, *kept),
     quantize_weights=_quantize_weights,
     quantize_weights_for_dx=_quantize_weights_for_dx,
     y=_rows_times,

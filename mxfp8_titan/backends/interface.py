@@ -2,7 +2,8 @@
 
 An operand is a tuple of tensors that only its backend can read: autograd carries it from where it is made to where it
 is multiplied, and saves it for backward. So a backend is free to quantize early or late, to save FP8 or bf16, and to
-lay out scales as its hardware wants; x and dy are quantized once for all products they take part in.
+lay out scales as its hardware wants; x and dy are quantized once for all products they take part in. Only an x that
+something else saves anyway, in bf16, is not saved a second time in FP8: it is quantized for y and again for dw.
 
 A layer is dense, w (N, K) and group_ends None, or grouped, w (E, N, K) and group_ends (E,) int32. Weights come as
 a list of matrices with the same K that count as joined along N, so that w1 and w3 of a SwiGLU MLP can be one product.
@@ -23,6 +24,13 @@ class Tokens(NamedTuple):
 
     rows: Operand
     dw: Operand
+
+
+class SavedTokens(NamedTuple):
+    """x as the left operand of y, and what makes the x that autograd saves itself an operand of dw cheaply later."""
+
+    rows: Operand
+    kept: Operand
 
 
 class Weights(NamedTuple):
@@ -50,6 +58,10 @@ class Backend:
 
     quantize_tokens: Callable[..., Tokens]
     """(x (T, K), group_ends, recipe, for_dw) -> Tokens"""
+    quantize_saved_tokens: Callable[..., SavedTokens]
+    """(x (T, K), group_ends, recipe) -> SavedTokens"""
+    quantize_saved_tokens_for_dw: Callable[..., Operand]
+    """(x (T, K), kept, group_ends, recipe) -> x as an operand of dw"""
     quantize_weights: Callable[..., Weights]
     """(ws, recipe, for_dx) -> Weights"""
     quantize_weights_for_dx: Callable[..., Operand]

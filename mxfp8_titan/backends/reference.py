@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxfp8_titan.backends.interface import Backend, Operand, Tokens, Weights
+from mxfp8_titan.backends.interface import Backend, Operand, SavedTokens, Tokens, Weights
 from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.reference.gemm import gemm
 from mxfp8_titan.reference.grouped_gemm import check_same_rows, grouped_gemm, grouped_gemm_over_rows
@@ -113,6 +113,8 @@ REFERENCE = Backend(
     home="mxfp8_titan.backends.reference:REFERENCE",
     group_alignment=1,
     quantize_tokens=lambda x, group_ends, recipe, for_dw: _tokens(x, for_dw),
+    quantize_saved_tokens=lambda x, group_ends, recipe: SavedTokens((x,), ()),
+    quantize_saved_tokens_for_dw=lambda x, kept, group_ends, recipe: (x,),
     quantize_weights=lambda ws, recipe, for_dx: Weights(tuple(ws), ()),
     quantize_weights_for_dx=lambda ws, kept, recipe: tuple(ws),
     y=_y,

@@ -1,7 +1,7 @@
 """MXFP8 with one scale per feature and group of tokens, written transposed. Reference: reference.quantize_aligned.
 
     requantize_aligned_along_t   from FP8 data along K and its column maxima: exponent shift and transpose
-    quantize_aligned_along_t     from x itself, in two reads
+    quantize_aligned_along_t     from x itself, in two reads, or in one where its column maxima are known
     padded_group_ends            where the groups of either lie
 
 x is (T, K), one group or those of group_ends, or (E, N, K), where each expert's N rows are a group. With group_ends
@@ -232,6 +232,16 @@ def launch_along_t(
         )  # fmt: skip
 
 
+def _check_amax(amax: Tensor, x: Tensor, name: str, group_ends: Tensor | None) -> None:
+    """Raises: TypeError or ValueError unless amax is one fp32 number per feature and group, where x (`name`) is."""
+    if amax.dtype != torch.float32:
+        raise TypeError(f"amax is {amax.dtype}, needs float32")
+    check_same_device(amax, "amax", x, name)
+    expected = (groups_of(x, group_ends), x.shape[-1])
+    if amax.shape != expected:
+        raise ValueError(f"amax is {tuple(amax.shape)}, {name} {tuple(x.shape)} needs {expected}")
+
+
 def _quantize_along_t(
     x: Tensor, row_scale: Tensor | None, amax: Tensor, rounding: str, group_ends: Tensor | None,
     groups: tuple[int, int],
@@ -242,11 +252,14 @@ def _quantize_along_t(
     return data, scale
 
 
-def quantize_aligned_along_t(x: Tensor, rounding: str, group_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x in MXFP8, written transposed, one scale per feature and group: (data, scale). Reads x twice.
+def quantize_aligned_along_t(
+    x: Tensor, rounding: str, group_ends: Tensor | None = None, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x in MXFP8, written transposed, one scale per feature and group: (data, scale). Reads x twice without amax.
 
     x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; rows past the last group end are not read
     group_ends: (G,) int32, any sizes, or None for one group (per expert)
+    amax: (G, K) fp32 contiguous, `column_amax` of x, or None
     returns data (K, T') or (E, K, N') float8_e4m3fn contiguous, zero where no token is (or NaN where the group's scale
             is): T' = T rounded up to 32; with group_ends 128 G more, group g starting at column
             128 * sum over earlier groups of ceil(size / 128);
@@ -255,7 +268,11 @@ def quantize_aligned_along_t(x: Tensor, rounding: str, group_ends: Tensor | None
     """
     check_source(x, "x", (2, 3))
     groups = check_args(x, rounding, group_ends)
-    return _quantize_along_t(x, None, _column_amax(x, group_ends, groups), rounding, group_ends, groups)
+    if amax is None:
+        amax = _column_amax(x, group_ends, groups)
+    else:
+        _check_amax(amax, x, "x", group_ends)
+    return _quantize_along_t(x, None, amax.contiguous(), rounding, group_ends, groups)
 
 
 def requantize_aligned_along_t(
@@ -266,22 +283,16 @@ def requantize_aligned_along_t(
     data: (T, K) or (E, N, K) float8_e4m3fn; scale: (T,) or (E, N) fp32 contiguous; amax: (G, K) fp32 contiguous
     Raises: ValueError or TypeError for what the arguments above don't allow.
     """
-    if data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or amax.dtype != torch.float32:
-        raise TypeError(
-            f"data, scale, amax are {data.dtype}, {scale.dtype}, {amax.dtype}, need float8_e4m3fn, float32, float32"
-        )
+    if data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        raise TypeError(f"data and scale are {data.dtype} and {scale.dtype}, need float8_e4m3fn and float32")
     check_device(data, "data")
     check_same_device(scale, "scale", data, "data")
-    check_same_device(amax, "amax", data, "data")
     if data.ndim not in (2, 3):
         raise ValueError(f"data is {tuple(data.shape)}, needs 2 or 3 dims")
     groups = check_args(data, rounding, group_ends)
-    expected = (groups_of(data, group_ends), data.shape[-1])
-    if scale.shape != data.shape[:-1] or amax.shape != expected:
-        raise ValueError(
-            f"scale is {tuple(scale.shape)}, amax {tuple(amax.shape)}; data {tuple(data.shape)} needs "
-            f"{tuple(data.shape[:-1])} and {expected}"
-        )
+    if scale.shape != data.shape[:-1]:
+        raise ValueError(f"scale is {tuple(scale.shape)}, data {tuple(data.shape)} needs {tuple(data.shape[:-1])}")
+    _check_amax(amax, data, "data", group_ends)
     return _quantize_along_t(data, scale.contiguous(), amax.contiguous(), rounding, group_ends, groups)
 
 
@@ -299,9 +310,9 @@ def padded_group_ends(group_ends: Tensor) -> Tensor:
 
 
 register_op(
-    f"quantize_aligned_along_t(Tensor x, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
+    f"quantize_aligned_along_t(Tensor x, {OPTIONAL_GROUPS[:-1]}, Tensor? amax=None) -> (Tensor, Tensor)",
     quantize_aligned_along_t,
-    lambda x, rounding, group_ends=None: _allocate(x, group_ends),
+    lambda x, rounding, group_ends=None, amax=None: _allocate(x, group_ends),
 )
 register_op(
     f"requantize_aligned_along_t(Tensor data, Tensor scale, Tensor amax, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",

@@ -9,7 +9,7 @@ from torchtitan.models.qwen3.model import model as qwen3
 
 from mxfp8_titan.autograd.health import Health, observe
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
-from mxfp8_titan.modules.linear import MXFP8Linear, output_dtype
+from mxfp8_titan.modules.linear import MXFP8Linear, input_saved_as_it_is, output_dtype
 
 
 class _MXFP8FeedForward(nn.Module):
@@ -19,6 +19,8 @@ class _MXFP8FeedForward(nn.Module):
     returns (..., K) as MXFP8Linear does
     """
 
+    input_is_saved = False
+    """As MXFP8Linear's."""
     observed = ("input", "w1", "w2", "w3", "gradient")
     health: Health | None = None
     """As MXFP8Linear's; the linears have their own, for when they run one by one."""
@@ -32,7 +34,8 @@ class _MXFP8FeedForward(nn.Module):
             return super().forward(x)
         weights = tuple(linear.weight for linear in linears)
         tokens = x.reshape(-1, x.shape[-1])
-        y = SwiGLUMLPFunction.apply(tokens, *weights, None, recipe, self.w1.backend, output_dtype(x))
+        how = recipe, self.w1.backend, output_dtype(x), self.input_is_saved and input_saved_as_it_is(x)
+        y = SwiGLUMLPFunction.apply(tokens, *weights, None, *how)
         if self.health is not None:
             y = observe(y, tokens, weights, None, recipe, self.health)
         return y.view(*x.shape[:-1], y.shape[-1])

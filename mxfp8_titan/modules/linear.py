@@ -20,6 +20,8 @@ class MXFP8Linear(nn.Linear):
 
     recipe: Recipe
     backend: Backend
+    input_is_saved = False
+    """Whether the model saves the input for backward whatever this layer does: see modules.saved_inputs."""
     observed = ("input", "weight", "gradient")
     health: Health | None = None
     """Where --mx.health_every counts what the observed operands lose; not part of the module's state."""
@@ -41,7 +43,8 @@ class MXFP8Linear(nn.Linear):
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        y = LinearFunction.apply(tokens, w, None, self.recipe, self.backend, output_dtype(x))
+        how = self.recipe, self.backend, output_dtype(x), self.input_is_saved and input_saved_as_it_is(x)
+        y = LinearFunction.apply(tokens, w, None, *how)
         if self.health is not None:
             y = observe(y, tokens, (w,), None, self.recipe, self.health)
         return y.view(*x.shape[:-1], w.shape[0])
@@ -73,6 +76,11 @@ def output_dtype(x: Tensor) -> torch.dtype:
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def input_saved_as_it_is(x: Tensor) -> bool:
+    """Whether torch's own linear would save x itself for backward, and not what autocast makes of it."""
+    return x.dtype == output_dtype(x)
 
 
 def _tensor_parallel_rule(x: Placement, w: Placement, x_dims: int) -> tuple[Placement, Placement, Placement]:

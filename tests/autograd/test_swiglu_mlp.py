@@ -1,4 +1,6 @@
 import itertools
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +47,38 @@ def test_output_and_asked_gradients_equal_those_of_three_layers(grouped, needs, 
     want = _run(_layer_by_layer, tensors, needs, ends)
     assert [g is None for g in got] == [w is None for w in want]
     _assert_close(got, want)
+
+
+@pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, False), (False, True, False, False)])
+def test_an_input_that_is_saved_anyway_changes_no_gradient(needs, device):
+    tensors, ends = _data(True, device)
+    got = _run(lambda *args: SwiGLUMLPFunction.apply(*args, True), tensors, needs, ends, *HOW)
+    want = _run(SwiGLUMLPFunction.apply, tensors, needs, ends, *HOW)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_h13_is_freed_before_the_weights_gradients_unless_the_graph_is_kept(kept, device):
+    h13s, alive = [], []
+
+    def noting_swiglu(h13, *rest):
+        h13s.append(weakref.ref(h13.untyped_storage()))
+        return REFERENCE.swiglu(h13, *rest)
+
+    def noting_dw(*args):
+        alive.append(h13s[0]() is not None)
+        return REFERENCE.dw(*args)
+
+    tensors, ends = _data(True, device)
+    leaves = [t.requires_grad_() for t in tensors]
+    backend = replace(REFERENCE, swiglu=noting_swiglu, dw=noting_dw)
+    loss = SwiGLUMLPFunction.apply(*leaves, ends, RCEIL_RECIPE, backend, torch.float32).sum()
+    loss.backward(retain_graph=kept)
+    assert alive == [kept, kept]
+    if kept:
+        first = [leaf.grad.clone() for leaf in leaves]
+        loss.backward()
+        assert all(torch.equal(leaf.grad, 2 * grad) for leaf, grad in zip(leaves, first, strict=True))
 
 
 def test_garbage_past_the_last_group_changes_nothing_and_gets_zeros(device):

@@ -14,6 +14,12 @@ def _with_amax(x, rounding, group_ends=None):
     return *ref.quantize_aligned_along_k(x, rounding), ref.column_amax(x, group_ends)
 
 
+def _along_t(x, rounding, group_ends=None, amax=None):
+    if amax is not None:
+        assert torch.equal(amax, ref.column_amax(owned(x, group_ends), group_ends))
+    return (*ref.quantize_aligned_along_t(x, group_ends, rounding),)
+
+
 def _scaled_mm(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):
     """torch._scaled_mm as sm90 has it: rows x columns, bf16 out, row-wise scales (M, 1) and (1, N)."""
     assert out_dtype == torch.bfloat16
@@ -68,6 +74,7 @@ IMPLEMENTATIONS = {
     "quantize_aligned_along_k_with_amax": _with_amax,
     "quantize_aligned_weights": ref.quantize_aligned_weights,
     "quantize_aligned_weights_along_n": lambda ws, amax, r: (*ref.quantize_aligned_weights_along_n(ws, amax, r),),
+    "quantize_aligned_along_t": _along_t,
     "requantize_aligned_along_t": lambda data, scale, amax, r, ends=None: (
         *ref.requantize_aligned_along_t(Aligned(data, scale), amax, ends, r),
     ),

@@ -156,6 +156,19 @@ def test_what_is_saved_for_dw_is_fp8_and_its_scales(device):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+def test_an_input_that_is_saved_anyway_gives_the_same_gradients_without_fp8_beside_it(grouped, device):
+    x, w, dy = _tensors(grouped, device)
+    ends, saved = _ends(device) if grouped else None, []
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = LinearFunction.apply(*leaves, ends, _recipe(), BLACKWELL, torch.bfloat16, True)
+    assert {t.data_ptr() for t in saved if t.dtype != torch.int32} == {leaf.data_ptr() for leaf in leaves}
+    y.backward(dy)
+    got = y.detach(), *(leaf.grad for leaf in leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, _run(x, w, dy, ends, _recipe(), BLACKWELL), strict=True))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 def test_compiles_into_one_graph_and_equals_eager(grouped, device):
     torch._dynamo.reset()
     tensors = _tensors(grouped, device, n=64, k=64, dtype=torch.float32)

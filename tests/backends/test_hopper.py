@@ -16,6 +16,8 @@ from mxfp8_titan.job_config import MX, recipe_from
 from tests.backends import aligned_on_cpu
 from tests.oracles import RCEIL_RECIPE, sqnr
 
+_ops = torch.ops.mxfp8_titan
+
 GEMMS = ["auto", "library", "own"]
 ENDS = [[64, 64, 97, 352], [0, 0, 0, 0], [0, 352, 352, 352], [1, 2, 3, 4]]
 
@@ -173,6 +175,25 @@ def test_what_is_saved_for_backward_is_fp8_and_small_beside_the_weight(device):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+def test_an_input_that_is_saved_anyway_is_rounded_from_itself_and_saved_once(grouped, device):
+    x, w, dy = _tensors(grouped, device)
+    ends, recipe, saved = _ends(ENDS[0], device) if grouped else None, _recipe(), []
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = LinearFunction.apply(*leaves, ends, recipe, HOPPER, torch.bfloat16, True)
+    assert not any(t.dtype == torch.float8_e4m3fn for t in saved)
+    assert sum(t.data_ptr() == leaves[0].data_ptr() for t in saved) == 1
+    y.backward(dy)
+    want_y, want_dx, _ = _run(x, w, dy, ends, recipe, HOPPER)
+    assert torch.equal(y, want_y)
+    assert torch.equal(leaves[0].grad, want_dx)
+    grads = HOPPER.quantize_tokens(dy, ends, recipe, True).dw
+    operands = (*hopper.along_t(grads, ends, recipe), *_ops.quantize_aligned_along_t(x, recipe.rounding, ends))
+    (dw,) = hopper.over_t(*operands, ends, 1, recipe.gemm, False, torch.bfloat16)
+    assert torch.equal(leaves[1].grad, dw)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 def test_compiles_into_one_graph_for_any_number_of_tokens(grouped, device):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
@@ -227,6 +248,7 @@ def test_every_op_passes_torch_s_own_checks(grouped, device):
         "quantize_aligned_along_k_with_amax": (x, rounding, ends),
         "quantize_aligned_weights": ([w, w], rounding),
         "quantize_aligned_weights_along_n": ([w, w], *weights.kept, rounding),
+        "quantize_aligned_along_t": (x, rounding, ends, operands[0].dw[2]),
         "requantize_aligned_along_t": (*operands[0].dw, rounding, ends),
         "swiglu_aligned": (h13, rounding, ends),
         "swiglu_aligned_backward": (h13[:, :64], h13, rounding, ends),

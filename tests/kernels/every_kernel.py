@@ -150,6 +150,7 @@ def aligned_quantizers(i: Inputs) -> Iterator[Case]:
         yield variant, quantize_aligned_along_t, x, RCEIL, ends
         yield variant, column_amax, x, ends
         amax = i.ones(1 if variant == "" else i.e, i.k)
+        yield f"{variant} known maxima", quantize_aligned_along_t, x, RCEIL, ends, amax
         yield variant, requantize_aligned_along_t, i.fp8(*x.shape), i.ones(*x.shape[:-1]), amax, RCEIL, ends
     yield "", padded_group_ends, i.ends
     parts = [("two", [i.w, i.w]), ("cut", [i.w[:, :17], i.w[:, 17:]]), ("dense", [i.w[0]])]

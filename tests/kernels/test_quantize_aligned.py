@@ -72,6 +72,7 @@ def test_both_directions_equal_the_reference(device, shape, rounding):
     assert same(along_k.quantize_aligned_along_k_with_amax(x, rounding), (*expected, amax))
     assert same((along_t.column_amax(x),), (amax,))
     assert same(along_t.quantize_aligned_along_t(x, rounding), reference_along_t(x, rounding))
+    assert same(along_t.quantize_aligned_along_t(x, rounding, None, amax), reference_along_t(x, rounding))
     assert same(
         along_t.requantize_aligned_along_t(*expected, amax, rounding),
         reference_requantize(expected, amax, rounding),
@@ -89,7 +90,9 @@ def test_groups_equal_the_reference_whatever_lies_past_the_last_one(device, size
     amax = ref.column_amax(zeroed, ends)
     assert same(along_k.quantize_aligned_along_k(x, RCEIL, ends), expected)
     assert same(along_k.quantize_aligned_along_k_with_amax(x, RCEIL, ends), (*expected, amax))
-    assert same(along_t.quantize_aligned_along_t(x, RCEIL, ends), ref.quantize_aligned_along_t(zeroed, ends, RCEIL))
+    direct = ref.quantize_aligned_along_t(zeroed, ends, RCEIL)
+    assert same(along_t.quantize_aligned_along_t(x, RCEIL, ends), direct)
+    assert same(along_t.quantize_aligned_along_t(x, RCEIL, ends, amax), direct)
     assert same(
         along_t.requantize_aligned_along_t(*expected, amax, RCEIL, ends),
         reference_requantize(expected, amax, RCEIL, ends),
@@ -122,6 +125,7 @@ def test_rare_values_equal_the_reference(device, value, rounding):
     amax = reference_amax(x)
     assert same(along_k.quantize_aligned_along_k_with_amax(x, rounding), (*expected, amax))
     assert same(along_t.quantize_aligned_along_t(x, rounding), reference_along_t(x, rounding))
+    assert same(along_t.quantize_aligned_along_t(x, rounding, None, amax), reference_along_t(x, rounding))
     assert same(
         along_t.requantize_aligned_along_t(*expected, amax, rounding),
         reference_requantize(expected, amax, rounding),
@@ -186,8 +190,14 @@ def test_wrong_arguments_are_named(device):
     with pytest.raises(ValueError, match="K is 32800, needs at most 32768"):
         along_k.quantize_aligned_along_k(x, RCEIL)
     data, scale = along_k.quantize_aligned_along_k(x[:, :64], RCEIL)
-    with pytest.raises(ValueError, match=r"amax \(2, 64\).*needs \(4,\) and \(1, 64\)"):
+    with pytest.raises(ValueError, match=r"amax is \(2, 64\), data \(4, 64\) needs \(1, 64\)"):
         along_t.requantize_aligned_along_t(data, scale, torch.zeros(2, 64, device=device), RCEIL)
+    with pytest.raises(ValueError, match=r"amax is \(2, 64\), x \(4, 64\) needs \(1, 64\)"):
+        along_t.quantize_aligned_along_t(x[:, :64], RCEIL, None, torch.zeros(2, 64, device=device))
+    with pytest.raises(TypeError, match=r"amax is torch\.int32, needs float32"):
+        along_t.quantize_aligned_along_t(x[:, :64], RCEIL, None, torch.zeros(1, 64, device=device, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"scale is \(3,\), data \(4, 64\) needs \(4,\)"):
+        along_t.requantize_aligned_along_t(data, scale[:3], torch.zeros(1, 64, device=device), RCEIL)
     with pytest.raises(TypeError, match="need float8_e4m3fn"):
         along_t.requantize_aligned_along_t(x, scale, scale, RCEIL)
     ends = torch.tensor(64, device=device, dtype=torch.int32)
