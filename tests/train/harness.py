@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from mxfp8_titan.report.run_log import Step, read_steps
+from tests.train import shared_gpu
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "llama4_debug.toml"
@@ -44,6 +45,9 @@ def train(
 ) -> Run:
     """One job with its outputs under `folder`; asserts that it ends as `fails` says."""
     folder.mkdir(parents=True, exist_ok=True)
+    if shared_gpu.used(processes):
+        assert entry == "mxfp8_titan.train", f"{entry} wants a GPU for each of its {processes} processes"
+        entry = "tests.train.shared_gpu"
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d"]

@@ -1,6 +1,7 @@
 """One process of two: a small Llama 4 trained in every way of `CASES` from the same weights and tokens, results kept.
 
-Started by torchrun from test_matrix.py; on two GPUs with NCCL, else with gloo. One start serves all cases.
+Started by torchrun from test_matrix.py; on two GPUs with NCCL, else with gloo: on a CPU, or sharing one GPU. One start
+serves all cases of one recipe.
 """
 
 import os
@@ -11,10 +12,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from tests.train import shared_gpu
+
 if not torch.cuda.is_available():
     from mxfp8_titan import cpu_host
 
     cpu_host.install()
+elif shared_gpu.used(2):
+    shared_gpu.install()
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -66,6 +71,9 @@ CASES = {
 }
 
 
+PRODUCTS = ("reference_y", "reference_dx", "reference_dw", "hopper_rows_times", "hopper_over_t")
+
+
 class Ops(TorchDispatchMode):
     """Counts this project's products, and the group sizes that they are given."""
 
@@ -74,16 +82,16 @@ class Ops(TorchDispatchMode):
         self.count, self.sizes = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "mxfp8_titan" and "reference" in func.name():
+        if func.name().removeprefix("mxfp8_titan::") in PRODUCTS:
             self.count += 1
-            ends = args[2]
+            ends = args[[argument.name for argument in func._schema.arguments].index("group_ends")]
             if ends is not None:
                 self.sizes |= set(ends.diff(prepend=ends.new_zeros(1)).tolist())
         return func(*args, **(kwargs or {}))
 
 
-def job(case: Case):
-    mx = ("--model.converters=mx", "--mx.moe_fqns_prototype=experts", "--mx.recipe_name=mxfp8_emulated_rceil")
+def job(case: Case, recipe: str):
+    mx = ("--model.converters=mx", "--mx.moe_fqns_prototype=experts", f"--mx.recipe_name={recipe}")
     return parse([
         "--job.custom_config_module=mxfp8_titan.job_config", "--model.name=llama4", "--model.flavor=matrix",
         f"--training.seq_len={TOKENS}", "--optimizer.lr=1e-3", "--activation_checkpoint.mode=none",
@@ -93,7 +101,7 @@ def job(case: Case):
 
 def full_weights(device) -> dict:
     """The same on every rank and in every case."""
-    model = meta_model(job(Case(mx=False)))
+    model = meta_model(job(Case(mx=False), ""))
     model.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -105,8 +113,8 @@ def full(t: torch.Tensor) -> torch.Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().cpu().clone()
 
 
-def run(case: Case, weights: dict, device) -> dict:
-    config = job(case)
+def run(case: Case, recipe: str, weights: dict, device) -> dict:
+    config = job(case, recipe)
     p = config.parallelism
     dims = ParallelDims(
         dp_shard=-1, dp_replicate=1, cp=1, tp=p.tensor_parallel_degree, pp=1, ep=p.expert_parallel_degree, etp=1,
@@ -187,21 +195,21 @@ def kept_weights(saved: list[torch.Tensor], weights: dict) -> int:
     return sum(t.untyped_storage().nbytes() for t in found.values())
 
 
-def main(path: str) -> None:
+def main(path: str, recipe: str) -> None:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("gloo" if shared_gpu.used(2) or device.type == "cpu" else "nccl")
     # Embeddings add their gradients with atomics otherwise; new memory is filled with NaN, too.
     torch.use_deterministic_algorithms(True, warn_only=True)
     llama4_args["matrix"] = replace(llama4_args["debugmodel"], n_layers=2)
     weights = full_weights(device)
-    results = {name: run(case, weights, device) for name, case in CASES.items()}
+    results = {name: run(case, recipe, weights, device) for name, case in CASES.items()}
     if dist.get_rank() == 0:
         torch.save(results, path)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -10,20 +10,19 @@ import torch
 from tests.train.harness import ROOT
 from tests.train.matrix import MAX_NORM, WATCHED
 
-pytestmark = [
-    pytest.mark.train,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="runs on a CPU or on two GPUs"),
-]
+pytestmark = [pytest.mark.train, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+RECIPES = ["mxfp8_emulated_rceil", pytest.param("mxfp8_hopper", marks=pytest.mark.hopper)]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def results(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("matrix") / "results.pt"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0", str(ROOT / "tests" / "train" / "matrix.py"), str(path),
+        "--rdzv-endpoint=localhost:0", str(ROOT / "tests" / "train" / "matrix.py"), str(path), request.param,
     ]  # fmt: skip
     # A rank that waits for ever is a failure too.
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)

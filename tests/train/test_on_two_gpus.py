@@ -1,18 +1,12 @@
-"""What torch itself cannot do on a CPU, run on two GPUs instead: three steps of the debug model."""
+"""What torch 2.13 itself cannot do on a CPU, on two GPUs, or by two processes on one (shared_gpu.py): three steps of
+the debug model."""
 
 import pytest
-import torch
 
 from tests.train.harness import MX, TINY, train
 from tests.train.test_parallelisms import OP_CHECKPOINTING
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.train,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2, reason="runs on two NVIDIA GPUs; torch 2.13 itself fails at these on a CPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.train]
 
 COMPILE = "--compile.enable"
 RUNS = {

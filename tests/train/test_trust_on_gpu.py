@@ -1,4 +1,5 @@
-"""On GPUs, one and two: repeated runs, resumed runs, memory over many steps, recomputation under torch.compile."""
+"""On GPUs, one process and two (on one GPU where there is no second, see shared_gpu.py): repeated runs, resumed runs,
+memory over many steps, recomputation under torch.compile."""
 
 import json
 
@@ -11,10 +12,7 @@ from tests.train.test_parallelisms import OP_CHECKPOINTING
 pytestmark = [pytest.mark.gpu, pytest.mark.train, pytest.mark.timeout(580)]
 
 SAME = ("--debug.seed=1", "--debug.deterministic", "--metrics.log_freq=1")
-PROCESSES = [
-    1,
-    pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="runs on two NVIDIA GPUs")),
-]
+PROCESSES = [1, 2]
 COMPILE = {"compiled": "--compile.enable", "eager": "--compile.no-enable"}
 
 

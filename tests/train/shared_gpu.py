@@ -1,0 +1,38 @@
+"""Two processes of one job on one GPU: what tensors and kernels do is a GPU's, what carries them between is gloo.
+
+NCCL refuses two ranks on one GPU. So this covers sharding, resharding, dispatch and checkpoints of two ranks, and says
+nothing about NCCL, overlap or speed. As an entry, `-m tests.train.shared_gpu`, it trains as mxfp8_titan.train does.
+"""
+
+import os
+
+import torch
+
+
+def used(processes: int) -> bool:
+    """Whether this machine has one GPU for that many processes."""
+    return processes > 1 == torch.cuda.device_count()
+
+
+def install() -> None:
+    """Put this process on the only GPU, and gloo where torch would take NCCL."""
+    from torch.distributed import Backend
+    from torch.distributed.fsdp import FSDPModule
+
+    os.environ["LOCAL_RANK"] = "0"
+    Backend.default_device_backend_map["cuda"] = "gloo"
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def set_factor_and_sum(module: FSDPModule, factor: float) -> None:
+        """gloo cannot scale inside a reduction."""
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = set_factor_and_sum
+
+
+if __name__ == "__main__":
+    install()
+    from mxfp8_titan.train import main
+
+    main()
