@@ -98,6 +98,7 @@ def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, sp
         raise ValueError(f"{run.name}: {error}") from None
     speeds = [step.tokens_per_second for step in intervals]
     base_speed = median(step.tokens_per_second for step in steady(base.steps, warm_up))
+    base_step_ms = 1000 * base.tokens_per_step / base.devices / base_speed
     base_losses = {step.step: step.loss for step in base.steps}
     tflops = median(step.tflops for step in intervals)
     best = peak(device, run.inventory)
@@ -111,7 +112,9 @@ def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, sp
         total_tps=median(speeds) * run.devices,
         step_ms=1000 * run.tokens_per_step / run.devices / median(speeds),
         speedup=median(speeds) / base_speed,
-        limit=limit(base.breakdown, run.breakdown, run.inventory, speed_ups) if speed_ups and base.breakdown else None,
+        limit=limit(base_step_ms, base.breakdown, run.breakdown, run.inventory, speed_ups)
+        if speed_ups and base.breakdown
+        else None,
         intervals=len(intervals),
         left_out=len(after_warm_up(run.steps, warm_up)) - len(intervals),
         tflops=tflops,

@@ -71,10 +71,14 @@ def parse_speed_ups(text: str) -> GemmSpeedUps:
     return GemmSpeedUps(**given, source="given by --gemm-speed-ups, not measured here")
 
 
-def limit(bf16: Breakdown, run: Breakdown | None, inventory: Inventory, speed_ups: GemmSpeedUps) -> Limit | None:
-    """The limit of a run with `inventory`, from the breakdown of the bf16 run; None for one that converts nothing.
+def limit(
+    step_ms: float, bf16: Breakdown, run: Breakdown | None, inventory: Inventory, speed_ups: GemmSpeedUps
+) -> Limit | None:
+    """The limit of a run with `inventory`, from the measured step and the breakdown of the bf16 run.
 
-    The converted part of GEMM time is taken as the converted part of GEMM FLOPs.
+    The step is the measured one and not the traced one, whose wall time holds the profiler's cost too. The converted
+    part of GEMM time is taken as the converted part of GEMM FLOPs.
+    None for a run that converts nothing, and where the GEMMs traced take longer than the step measured.
     """
     saved = 0.0
     for kind, modules, speed_up in (
@@ -84,6 +88,8 @@ def limit(bf16: Breakdown, run: Breakdown | None, inventory: Inventory, speed_up
         saved += bf16.shown_ms.get(kind, 0.0) * inventory.converted_share(modules) * (1 - 1 / speed_up)
     if inventory.converted == "nothing":
         return None
-    free = bf16.wall_ms - saved
+    free = step_ms - saved
+    if free <= 0:
+        return None
     own = free + run.shown_ms.get(QUANTIZATION, 0.0) if run else None
-    return Limit(bf16.wall_ms / free, bf16.wall_ms / own if own else None)
+    return Limit(step_ms / free, step_ms / own if own else None)

@@ -135,8 +135,8 @@ def speed_notes(rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
         )
     elif any(row.limit for row in rows):
         said.append(
-            f"Limits, x bf16: the bf16 run's traced step with its converted GEMMs {speed_ups.dense:.2f} (dense) and "
-            f"{speed_ups.grouped:.2f} (grouped) times as fast, all else as it was; FP8 rates over bf16: "
+            f"Limits, x bf16: the bf16 run's measured step with its converted GEMMs, as traced, {speed_ups.dense:.2f} "
+            f"(dense) and {speed_ups.grouped:.2f} (grouped) times as fast, all else as it was; FP8 rates over bf16: "
             f"{speed_ups.source}. With free casts, and with the time of the run's own quantization kernels added."
         )
         past = [row.name for row in rows if row.limit and row.speedup > row.limit.free_casts]

@@ -11,19 +11,25 @@ BF16 = breakdown_of(gemm_dense=40.0, gemm_grouped=20.0, attention=30.0)
 
 def test_the_converted_part_of_the_gemms_takes_its_fp8_time_and_nothing_else_changes():
     # Three quarters of 40 ms at twice the rate save 15 of 100 ms; 20 ms at four times save 15.
-    assert limit(BF16, None, inventory_of(dense=3), TWICE).free_casts == pytest.approx(100 / 85)
-    assert limit(BF16, None, inventory_of(experts=1), TWICE).free_casts == pytest.approx(100 / 85)
-    assert limit(BF16, None, inventory_of(dense=3, experts=1), TWICE).free_casts == pytest.approx(100 / 70)
+    assert limit(100.0, BF16, None, inventory_of(dense=3), TWICE).free_casts == pytest.approx(100 / 85)
+    assert limit(100.0, BF16, None, inventory_of(experts=1), TWICE).free_casts == pytest.approx(100 / 85)
+    assert limit(100.0, BF16, None, inventory_of(dense=3, experts=1), TWICE).free_casts == pytest.approx(100 / 70)
 
 
 def test_the_run_s_own_quantization_can_be_added():
-    both = limit(BF16, breakdown_of(quantization=10.0), inventory_of(dense=3, experts=1), TWICE)
+    both = limit(100.0, BF16, breakdown_of(quantization=10.0), inventory_of(dense=3, experts=1), TWICE)
     assert both.own_casts == pytest.approx(100 / 80)
-    assert limit(BF16, None, inventory_of(dense=3), TWICE).own_casts is None
+    assert limit(100.0, BF16, None, inventory_of(dense=3), TWICE).own_casts is None
+
+
+def test_the_measured_step_counts_and_not_the_profiler_s_share_of_the_traced_one():
+    # 30 of the 80 ms that a step takes unwatched.
+    assert limit(80.0, BF16, None, inventory_of(dense=3, experts=1), TWICE).free_casts == pytest.approx(80 / 50)
+    assert limit(25.0, BF16, None, inventory_of(dense=3, experts=1), TWICE) is None
 
 
 def test_a_run_that_converts_nothing_has_no_limit():
-    assert limit(BF16, BF16, inventory_of(), TWICE) is None
+    assert limit(100.0, BF16, BF16, inventory_of(), TWICE) is None
 
 
 def _results(tmp_path, **values):
