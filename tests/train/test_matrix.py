@@ -19,7 +19,8 @@ RECIPES = ["mxfp8_emulated_rceil", pytest.param("mxfp8_hopper", marks=pytest.mar
 @pytest.fixture(scope="module", params=RECIPES)
 def results(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("matrix") / "results.pt"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0", str(ROOT / "tests" / "train" / "matrix.py"), str(path), request.param,
