@@ -78,6 +78,12 @@ def test_initialisation_draws_the_plain_model_s_values():
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_layers_whose_input_is_saved_anyway_know_it():
+    model = _convert(*BOTH)
+    marked = {fqn for fqn, module in model.named_modules() if getattr(module, "input_is_saved", False)}
+    assert {"layers.1.attention.wq", "layers.1.attention.wo", "layers.1.moe.shared_experts"} <= marked
+
+
 def test_router_norms_and_embeddings_stay_as_they_were():
     model = _convert(*BOTH, "--mx.filter_fqns=")
     assert type(model.layers["1"].moe.router.gate) is nn.Linear

@@ -56,9 +56,9 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         needs_dw13 = needs_dw1 or needs_dw3
         backend, recipe = ctx.backend, ctx.recipe
         group_ends, h13, w1, w2, w3, *rest = ctx.saved_tensors
+        # With many tokens h13 is the largest tensor here, and need not outlive its use below. Where the graph is kept
+        # for a second backward this clears nothing; a compiled backward frees what it has used by itself.
         if not torch.compiler.is_compiling():
-            # h13 need not outlive its use below: it is twice as large as any other tensor here. Where the graph is kept
-            # for a second backward, this clears nothing.
             ctx.maybe_clear_saved_tensors()
         parts = []
         for count in ctx.counts:

@@ -63,7 +63,7 @@ def _dw(
 
 def along_t(operand: Operand, group_ends: Tensor | None, recipe: Recipe) -> Operand:
     """An operand of dw in the layout that contracts tokens: data (K, T') and scale (G, K)."""
-    if len(operand) == 2:
+    if operand[0].dtype != torch.float8_e4m3fn:
         x, amax = operand
         return _ops.quantize_aligned_along_t(x, recipe.rounding, group_ends, amax)
     return _ops.requantize_aligned_along_t(*operand, recipe.rounding, group_ends)

@@ -3,7 +3,7 @@
 An operand is a tuple of tensors that only its backend can read: autograd carries it from where it is made to where it
 is multiplied, and saves it for backward. So a backend is free to quantize early or late, to save FP8 or bf16, and to
 lay out scales as its hardware wants; x and dy are quantized once for all products they take part in. Only an x that
-something else saves anyway, in bf16, is not saved a second time in FP8: it is quantized for y and again for dw.
+something else saves anyway is not saved a second time in FP8: it is quantized for y and again for dw.
 
 A layer is dense, w (N, K) and group_ends None, or grouped, w (E, N, K) and group_ends (E,) int32. Weights come as
 a list of matrices with the same K that count as joined along N, so that w1 and w3 of a SwiGLU MLP can be one product.

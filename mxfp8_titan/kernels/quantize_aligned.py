@@ -288,14 +288,14 @@ def quantize_aligned_along_k_with_amax(
     return data, scale, amax
 
 
-OPTIONAL_GROUPS = "str rounding, Tensor? group_ends=None)"
+OPTIONAL_GROUPS = "str rounding, Tensor? group_ends=None"
 register_op(
-    f"quantize_aligned_along_k(Tensor x, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
+    f"quantize_aligned_along_k(Tensor x, {OPTIONAL_GROUPS}) -> (Tensor, Tensor)",
     quantize_aligned_along_k,
     lambda x, rounding, group_ends=None: _allocate_along_k(x),
 )
 register_op(
-    f"quantize_aligned_along_k_with_amax(Tensor x, {OPTIONAL_GROUPS} -> (Tensor, Tensor, Tensor)",
+    f"quantize_aligned_along_k_with_amax(Tensor x, {OPTIONAL_GROUPS}) -> (Tensor, Tensor, Tensor)",
     quantize_aligned_along_k_with_amax,
     lambda x, rounding, group_ends=None: _allocate_with_amax(x, group_ends),
 )

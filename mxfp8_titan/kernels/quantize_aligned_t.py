@@ -259,7 +259,7 @@ def quantize_aligned_along_t(
 
     x: (T, K) or (E, N, K) fp32, bf16 or fp16, any strides; rows past the last group end are not read
     group_ends: (G,) int32, any sizes, or None for one group (per expert)
-    amax: (G, K) fp32 contiguous, `column_amax` of x, or None
+    amax: (G, K) fp32, `column_amax` of x, or None
     returns data (K, T') or (E, K, N') float8_e4m3fn contiguous, zero where no token is (or NaN where the group's scale
             is): T' = T rounded up to 32; with group_ends 128 G more, group g starting at column
             128 * sum over earlier groups of ceil(size / 128);
@@ -310,12 +310,12 @@ def padded_group_ends(group_ends: Tensor) -> Tensor:
 
 
 register_op(
-    f"quantize_aligned_along_t(Tensor x, {OPTIONAL_GROUPS[:-1]}, Tensor? amax=None) -> (Tensor, Tensor)",
+    f"quantize_aligned_along_t(Tensor x, {OPTIONAL_GROUPS}, Tensor? amax=None) -> (Tensor, Tensor)",
     quantize_aligned_along_t,
     lambda x, rounding, group_ends=None, amax=None: _allocate(x, group_ends),
 )
 register_op(
-    f"requantize_aligned_along_t(Tensor data, Tensor scale, Tensor amax, {OPTIONAL_GROUPS} -> (Tensor, Tensor)",
+    f"requantize_aligned_along_t(Tensor data, Tensor scale, Tensor amax, {OPTIONAL_GROUPS}) -> (Tensor, Tensor)",
     requantize_aligned_along_t,
     lambda data, scale, amax, rounding, group_ends=None: _allocate(data, group_ends),
 )

@@ -9,7 +9,7 @@ from torchtitan.models.qwen3.model import model as qwen3
 
 from mxfp8_titan.autograd.health import Health, observe
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
-from mxfp8_titan.modules.linear import MXFP8Linear, input_saved_as_it_is, output_dtype
+from mxfp8_titan.modules.linear import MXFP8Linear, output_dtype, saves_input
 
 
 class _MXFP8FeedForward(nn.Module):
@@ -34,7 +34,7 @@ class _MXFP8FeedForward(nn.Module):
             return super().forward(x)
         weights = tuple(linear.weight for linear in linears)
         tokens = x.reshape(-1, x.shape[-1])
-        how = recipe, self.w1.backend, output_dtype(x), self.input_is_saved and input_saved_as_it_is(x)
+        how = recipe, self.w1.backend, output_dtype(x), saves_input(self, x)
         y = SwiGLUMLPFunction.apply(tokens, *weights, None, *how)
         if self.health is not None:
             y = observe(y, tokens, weights, None, recipe, self.health)

@@ -43,7 +43,7 @@ class MXFP8Linear(nn.Linear):
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        how = self.recipe, self.backend, output_dtype(x), self.input_is_saved and input_saved_as_it_is(x)
+        how = self.recipe, self.backend, output_dtype(x), saves_input(self, x)
         y = LinearFunction.apply(tokens, w, None, *how)
         if self.health is not None:
             y = observe(y, tokens, (w,), None, self.recipe, self.health)
@@ -78,9 +78,9 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def input_saved_as_it_is(x: Tensor) -> bool:
-    """Whether torch's own linear would save x itself for backward, and not what autocast makes of it."""
-    return x.dtype == output_dtype(x)
+def saves_input(layer: nn.Module, x: Tensor) -> bool:
+    """Whether `layer` is to save x itself: something else does, and not what autocast would make of x."""
+    return layer.input_is_saved and x.dtype == output_dtype(x)
 
 
 def _tensor_parallel_rule(x: Placement, w: Placement, x_dims: int) -> tuple[Placement, Placement, Placement]:

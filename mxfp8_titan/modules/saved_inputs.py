@@ -1,6 +1,8 @@
-"""Which converted layers read an input that the model saves for backward, in bf16, whatever they do.
+"""Which converted layers read an input that the model saves for backward whatever they do.
 
 Such a layer saves that input too and quantizes it again for dw, rather than FP8 data beside it: a byte an element less.
+Where the neighbour that saves it is frozen (wk and wv, or the router), or attention runs as plain matrix products, it
+is a byte more instead. Gradients are right either way.
 """
 
 from torch import nn

@@ -98,7 +98,6 @@ def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, sp
         raise ValueError(f"{run.name}: {error}") from None
     speeds = [step.tokens_per_second for step in intervals]
     base_speed = median(step.tokens_per_second for step in steady(base.steps, warm_up))
-    base_step_ms = 1000 * base.tokens_per_step / base.devices / base_speed
     base_losses = {step.step: step.loss for step in base.steps}
     tflops = median(step.tflops for step in intervals)
     best = peak(device, run.inventory)
@@ -110,9 +109,9 @@ def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, sp
         min_tps=min(speeds),
         max_tps=max(speeds),
         total_tps=median(speeds) * run.devices,
-        step_ms=1000 * run.tokens_per_step / run.devices / median(speeds),
+        step_ms=_step_ms(run, median(speeds)),
         speedup=median(speeds) / base_speed,
-        limit=limit(base_step_ms, base.breakdown, run.breakdown, run.inventory, speed_ups)
+        limit=limit(_step_ms(base, base_speed), base.breakdown, run.breakdown, run.inventory, speed_ups)
         if speed_ups and base.breakdown
         else None,
         intervals=len(intervals),
@@ -132,6 +131,11 @@ def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, sp
         converted=run.inventory.converted,
         runs_on=run.inventory.runs_on,
     )
+
+
+def _step_ms(run: Run, tokens_per_second: float) -> float:
+    """At that speed of one device."""
+    return 1000 * run.tokens_per_step / run.devices / tokens_per_second
 
 
 def smoothed(steps: list[Logged]) -> dict[int, float]:

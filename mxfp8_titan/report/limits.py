@@ -78,7 +78,7 @@ def limit(
 
     The step is the measured one and not the traced one, whose wall time holds the profiler's cost too. The converted
     part of GEMM time is taken as the converted part of GEMM FLOPs.
-    None for a run that converts nothing, and where the GEMMs traced take longer than the step measured.
+    None for a run that converts nothing, and where the traced GEMMs would save as much as the measured step takes.
     """
     saved = 0.0
     for kind, modules, speed_up in (

@@ -139,6 +139,9 @@ def speed_notes(rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
             f"(dense) and {speed_ups.grouped:.2f} (grouped) times as fast, all else as it was; FP8 rates over bf16: "
             f"{speed_ups.source}. With free casts, and with the time of the run's own quantization kernels added."
         )
+        without = [row.name for row in rows if row.converted != "nothing" and not row.limit]
+        if without:
+            said.append(f"No limit, because traced GEMMs would save more than the measured step: {', '.join(without)}.")
         past = [row.name for row in rows if row.limit and row.speedup > row.limit.free_casts]
         if past:
             said.append(

@@ -50,7 +50,7 @@ def test_output_and_asked_gradients_equal_those_of_three_layers(grouped, needs, 
 
 
 @pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, False), (False, True, False, False)])
-def test_an_input_that_is_saved_anyway_changes_no_gradient(needs, device):
+def test_saving_the_input_itself_changes_no_gradient_of_emulation(needs, device):
     tensors, ends = _data(True, device)
     got = _run(lambda *args: SwiGLUMLPFunction.apply(*args, True), tensors, needs, ends, *HOW)
     want = _run(SwiGLUMLPFunction.apply, tensors, needs, ends, *HOW)

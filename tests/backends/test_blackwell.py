@@ -169,6 +169,19 @@ def test_an_input_that_is_saved_anyway_gives_the_same_gradients_without_fp8_besi
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+def test_a_swiglu_mlp_whose_input_is_saved_anyway_gives_the_same_gradients(grouped, device):
+    experts, ends = ((4,), _ends(device)) if grouped else ((), None)
+    shapes = (384, 64), (*experts, 32, 64), (*experts, 64, 32), (*experts, 32, 64)
+    tensors = [torch.randn(shape, device=device) * 0.3 for shape in shapes]
+    how = ends, _recipe(), BLACKWELL, torch.float32
+    plain, marked = (
+        _mlp(tensors, lambda *args, saves_x=saves_x: SwiGLUMLPFunction.apply(*args, *how, saves_x))
+        for saves_x in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, marked, strict=True))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 def test_compiles_into_one_graph_and_equals_eager(grouped, device):
     torch._dynamo.reset()
     tensors = _tensors(grouped, device, n=64, k=64, dtype=torch.float32)

@@ -194,6 +194,35 @@ def test_an_input_that_is_saved_anyway_is_rounded_from_itself_and_saved_once(gro
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+def test_a_swiglu_mlp_takes_x_itself_for_the_gradients_of_w1_and_w3(grouped, device):
+    x, _, _ = _tensors(grouped, device)
+    experts, ends = ((4,), _ends(ENDS[0], device)) if grouped else ((), None)
+    saved, dw_of_x = [], []
+    weights = [torch.randn((*experts, *s), device=device).bfloat16() for s in ((160, 96), (96, 160), (160, 96))]
+
+    def noting_dw(dy, x, *rest):
+        dw_of_x.append(x)
+        return HOPPER.dw(dy, x, *rest)
+
+    how = ends, _recipe(), replace(HOPPER, dw=noting_dw), torch.bfloat16
+    results = []
+    for saves_x in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = SwiGLUMLPFunction.apply(*leaves, *how, saves_x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    plain, marked = results
+    # y, dx and dw2 to the bit; of dw1 and dw3, elements that are subnormal in FP8 along features.
+    assert all(torch.equal(plain[i], marked[i]) for i in (0, 1, 3))
+    assert all(sqnr(marked[i], plain[i].double()) > 40 for i in (2, 4))
+    assert sum(t.dtype == torch.float8_e4m3fn for t in saved) == 1
+    (_, of_plain, _, of_marked) = dw_of_x
+    assert of_plain[0].dtype == torch.float8_e4m3fn
+    assert torch.equal(of_marked[0], x)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 def test_compiles_into_one_graph_for_any_number_of_tokens(grouped, device):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")

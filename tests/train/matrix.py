@@ -90,7 +90,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def job(case: Case, recipe: str):
+def job(case: Case, recipe: str = "auto"):
     mx = ("--model.converters=mx", "--mx.moe_fqns_prototype=experts", f"--mx.recipe_name={recipe}")
     return parse([
         "--job.custom_config_module=mxfp8_titan.job_config", "--model.name=llama4", "--model.flavor=matrix",
@@ -101,7 +101,7 @@ def job(case: Case, recipe: str):
 
 def full_weights(device) -> dict:
     """The same on every rank and in every case."""
-    model = meta_model(job(Case(mx=False), ""))
+    model = meta_model(job(Case(mx=False)))
     model.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():

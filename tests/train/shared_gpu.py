@@ -11,11 +11,11 @@ import torch
 
 def used(processes: int) -> bool:
     """Whether this machine has one GPU for that many processes."""
-    return processes > 1 == torch.cuda.device_count()
+    return processes > 1 and torch.cuda.device_count() == 1
 
 
 def install() -> None:
-    """Put this process on the only GPU, and gloo where torch would take NCCL."""
+    """Put this process on the only GPU, gloo where torch would take NCCL, and plain sums into FSDP2's reductions."""
     from torch.distributed import Backend
     from torch.distributed.fsdp import FSDPModule
 
