@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxfp8_titan.autograd.saved_x import quantize_x, x_for_dw
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.job_config import Recipe
 
@@ -34,18 +35,13 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         mxfp8_dw = needs_dw and recipe.wgrad_in_mxfp8
-        ctx.saves_x = saves_x and mxfp8_dw
-        if ctx.saves_x:
-            tokens = backend.quantize_saved_tokens(x, group_ends, recipe)
-            for_dw = x, *tokens.kept
-        else:
-            tokens = backend.quantize_tokens(x, group_ends, recipe, mxfp8_dw)
-            for_dw = tokens.dw if mxfp8_dw else (x,) if needs_dw else ()
+        tokens = quantize_x(backend, x, group_ends, recipe, mxfp8_dw, saves_x)
+        for_dw = tokens.dw if mxfp8_dw else (x,) if needs_dw else ()
         weights = backend.quantize_weights([w], recipe, needs_dx)
         for_dx = (w, *weights.kept) if needs_dx else ()
         ctx.save_for_backward(group_ends, *for_dw, *for_dx)
         ctx.saved_for_dw = len(for_dw)
-        ctx.recipe, ctx.backend = recipe, backend
+        ctx.recipe, ctx.backend, ctx.saves_x = recipe, backend, saves_x
         ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
         return backend.y(tokens.rows, weights.y, group_ends, recipe, out_dtype)
 
@@ -64,10 +60,9 @@ class LinearFunction(torch.autograd.Function):
             w, *kept = for_dx
             weights = backend.quantize_weights_for_dx([w], tuple(kept), recipe)
             dx = backend.dx(tokens.rows, weights, group_ends, recipe, ctx.x_dtype)
-        if ctx.saves_x:
-            x = backend.quantize_saved_tokens_for_dw(x[0], tuple(x[1:]), group_ends, recipe)
         if mxfp8_dw:
-            (dw,) = backend.dw(tokens.dw, tuple(x), group_ends, recipe, 1, ctx.w_dtype)
+            x = x_for_dw(backend, tuple(x), group_ends, recipe, ctx.saves_x)
+            (dw,) = backend.dw(tokens.dw, x, group_ends, recipe, 1, ctx.w_dtype)
         elif needs_dw:
             dw = _dw_in_bf16(dy, *x, group_ends).to(ctx.w_dtype)
         return dx, dw, None, None, None, None, None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxfp8_titan.autograd.saved_x import quantize_x, x_for_dw
 from mxfp8_titan.backends.interface import Backend
 from mxfp8_titan.job_config import Recipe
 
@@ -32,21 +33,15 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw1, needs_dw2, needs_dw3 = ctx.needs_input_grad[:4]
         needs_dh = needs_dx or needs_dw1 or needs_dw3
-        needs_dw13 = needs_dw1 or needs_dw3
-        ctx.saves_x = saves_x and needs_dw13
-        if ctx.saves_x:
-            tokens = backend.quantize_saved_tokens(x, group_ends, recipe)
-            for_dw13 = x, *tokens.kept
-        else:
-            tokens = backend.quantize_tokens(x, group_ends, recipe, needs_dw13)
-            for_dw13 = tokens.dw
+        tokens = quantize_x(backend, x, group_ends, recipe, needs_dw1 or needs_dw3, saves_x)
         w13 = backend.quantize_weights([w1, w3], recipe, needs_dx)
         h13 = backend.y(tokens.rows, w13.y, group_ends, recipe, out_dtype)
         h, h_kept = backend.swiglu(h13, group_ends, recipe, needs_dw2)
         w2_operands = backend.quantize_weights([w2], recipe, needs_dh)
-        ctx.save_for_backward(group_ends, h13, w1, w2, w3, *for_dw13, *h_kept, *w13.kept, *w2_operands.kept)
-        ctx.counts = [len(part) for part in (for_dw13, h_kept, w13.kept, w2_operands.kept)]
-        ctx.recipe, ctx.backend, ctx.out_dtype, ctx.x_dtype = recipe, backend, out_dtype, x.dtype
+        ctx.save_for_backward(group_ends, h13, w1, w2, w3, *tokens.dw, *h_kept, *w13.kept, *w2_operands.kept)
+        ctx.counts = [len(part) for part in (tokens.dw, h_kept, w13.kept, w2_operands.kept)]
+        ctx.recipe, ctx.backend, ctx.saves_x = recipe, backend, saves_x
+        ctx.out_dtype, ctx.x_dtype = out_dtype, x.dtype
         return backend.y(h.rows, w2_operands.y, group_ends, recipe, out_dtype)
 
     @staticmethod
@@ -84,9 +79,8 @@ class SwiGLUMLPFunction(torch.autograd.Function):
             w13_for_dx = backend.quantize_weights_for_dx([w1, w3], w13_kept, recipe)
             dx = backend.dx(dh13.rows, w13_for_dx, group_ends, recipe, ctx.x_dtype)
             del w13_for_dx
-        if ctx.saves_x:
-            x = backend.quantize_saved_tokens_for_dw(x[0], x[1:], group_ends, recipe)
         if needs_dw13:
+            x = x_for_dw(backend, x, group_ends, recipe, ctx.saves_x)
             dw1, dw3 = backend.dw(dh13.dw, x, group_ends, recipe, 2, w1.dtype)
         grads = (dx, dw1 if needs_dw1 else None, dw2, dw3 if needs_dw3 else None)
         return *grads, None, None, None, None, None
