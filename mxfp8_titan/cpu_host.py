@@ -25,7 +25,7 @@ def install() -> None:
     if utils is None:
         _choose_cpu_as_the_device()
         _count_integers_with_histc()
-        _sum_gradients_as_gloo_can()
+        sum_gradients_as_gloo_can()
         _permute_tokens_without_triton()
         _ignore_profiler_marks_in_checkpointing()
 
@@ -87,8 +87,8 @@ def _count_integers_with_histc() -> None:
     torch.histc = histc_with_integers
 
 
-def _sum_gradients_as_gloo_can() -> None:
-    """FSDP2 scales inside the reduction (PREMUL_SUM) when a divide factor is set; gloo can only sum."""
+def sum_gradients_as_gloo_can() -> None:
+    """FSDP2 scales inside the reduction (PREMUL_SUM) when a divide factor is set; gloo can only sum, on a GPU too."""
     from torch.distributed.fsdp import FSDPModule
 
     set_factor = FSDPModule.set_gradient_divide_factor

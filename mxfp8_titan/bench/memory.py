@@ -51,7 +51,7 @@ class Peak:
 def main() -> None:
     """Train, record, print.
 
-    Raises: SystemExit without a GPU, or where the job ends before the step that is recorded.
+    Raises: SystemExit without a GPU, and where the job has no such step or is refused.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=int, default=6, help="the step that is recorded (default 6)")
@@ -69,8 +69,8 @@ def main() -> None:
     prepare_host()
     job_config = parse_or_refuse(sys.argv[1:])
     check_or_refuse(job_config)
-    if job_config.training.steps <= given.step:
-        sys.exit(f"error: the job has {job_config.training.steps} steps, recording step {given.step} needs one more")
+    if not 1 <= given.step <= job_config.training.steps:
+        sys.exit(f"error: --step is {given.step}, the job has steps 1 to {job_config.training.steps}")
     if given.ranks > 1:
         stand_in_for_ranks(given.ranks)
     peak, reserved = record(given.step)

@@ -89,7 +89,7 @@ def as_markdown(runs: list[Run], rows: list[Row], facts: dict[str, str], speed_u
     """report.md: facts, tables, what to keep in mind, pictures, command lines."""
     breakdown = breakdown_table(runs)
     lines = ["# Comparison", "", *(f"- {key}: {value}" for key, value in facts.items()), "", "## Speed", ""]
-    lines += [*_markdown_table(speed_table(rows)), "", *_paragraphs(speed_notes(rows, speed_ups))]
+    lines += [*_markdown_table(speed_table(rows)), "", *_paragraphs(speed_notes(runs, rows, speed_ups))]
     lines += ["![tokens per second](speed.png)", "", "## Memory, loss, routing", ""]
     lines += [*_markdown_table(state_table(rows)), "", *_paragraphs(state_notes(runs)), "![loss](loss.png)", ""]
     lines += ["## Where a step goes", "", *(_markdown_table(breakdown) if breakdown else []), ""]
@@ -108,7 +108,7 @@ def _paragraphs(sentences: list[str]) -> list[str]:
     return [line for sentence in sentences for line in (sentence, "")]
 
 
-def speed_notes(rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
+def speed_notes(runs: list[Run], rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
     """Sentences that the speeds call for."""
     said = ["Speeds leave out warm-up, every interval in which something was compiled or autotuned, and traced steps."]
     left_out = [f"{row.name} {row.left_out}" for row in rows if row.left_out]
@@ -133,23 +133,25 @@ def speed_notes(rows: list[Row], speed_ups: GemmSpeedUps | None) -> list[str]:
             "No limits: no FP8 GEMM rates of this device were found (docs/benchmarks/gemm.json, rows gemm_y, gemm_dx, "
             "gemm_dw); --gemm-speed-ups gives some."
         )
-    elif any(row.limit for row in rows):
+        return said
+    if not next(run for run in runs if run.name == BASELINE).breakdown:
+        said.append("No limits: the bf16 run has no trace.")
+        return said
+    if any(row.limit for row in rows):
         said.append(
             f"Limits, x bf16: the bf16 run's measured step with its converted GEMMs, as traced, {speed_ups.dense:.2f} "
             f"(dense) and {speed_ups.grouped:.2f} (grouped) times as fast, all else as it was; FP8 rates over bf16: "
             f"{speed_ups.source}. With free casts, and with the time of the run's own quantization kernels added."
         )
-        without = [row.name for row in rows if row.converted != "nothing" and not row.limit]
-        if without:
-            said.append(f"No limit, because traced GEMMs would save more than the measured step: {', '.join(without)}.")
-        past = [row.name for row in rows if row.limit and row.speedup > row.limit.free_casts]
-        if past:
-            said.append(
-                f"Faster than the limit with free casts: {', '.join(past)}. More than the GEMMs got faster there, or "
-                "it is noise: see where a step goes."
-            )
-    else:
-        said.append("No limits: the bf16 run has no trace.")
+    without = [row.name for row in rows if row.converted != "nothing" and not row.limit]
+    if without:
+        said.append(f"No limit, because traced GEMMs would save more than the measured step: {', '.join(without)}.")
+    past = [row.name for row in rows if row.limit and row.speedup > row.limit.free_casts]
+    if past:
+        said.append(
+            f"Faster than the limit with free casts: {', '.join(past)}. More than the GEMMs got faster there, or "
+            "it is noise: see where a step goes."
+        )
     return said
 
 

@@ -1,8 +1,11 @@
 """Stand-ins, from the references, for the kernels and GEMMs that the Hopper backend calls: its wiring on a CPU."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
-from mxfp8_titan.backends import hopper
+from mxfp8_titan.backends import hopper, select
 from mxfp8_titan.reference import aligned_gemm as ref_gemm
 from mxfp8_titan.reference import quantize_aligned as ref
 from mxfp8_titan.reference.quantize_aligned import Aligned
@@ -82,6 +85,18 @@ IMPLEMENTATIONS = {
     "swiglu_aligned_backward": swiglu_aligned_backward,
     "padded_group_ends": ref.padded_group_ends,
 }
+
+
+def on_this_machine(monkeypatch) -> Iterator[None]:
+    """For a fixture: on a CPU the references stand in; another GPU than Hopper has neither."""
+    if not torch.cuda.is_available():
+        library = install(monkeypatch)
+        yield
+        library._destroy()
+    elif select.current_device().capability != (9, 0):
+        pytest.skip("runs on a CPU or an sm90 GPU (H100, H200)")
+    else:
+        yield
 
 
 def install(monkeypatch) -> torch.library.Library:

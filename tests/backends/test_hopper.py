@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mxfp8_titan.autograd.linear import LinearFunction
 from mxfp8_titan.autograd.swiglu_mlp import SwiGLUMLPFunction
-from mxfp8_titan.backends import hopper, select
+from mxfp8_titan.backends import hopper
 from mxfp8_titan.backends.hopper import HOPPER
 from mxfp8_titan.backends.reference import REFERENCE
 from mxfp8_titan.job_config import MX, recipe_from
@@ -31,15 +31,7 @@ FP8_ERROR = 0.06
 
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch):
-    """On a CPU the references stand in; another GPU than Hopper has neither."""
-    if not torch.cuda.is_available():
-        library = aligned_on_cpu.install(monkeypatch)
-        yield
-        library._destroy()
-    elif select.current_device().capability != (9, 0):
-        pytest.skip("runs on a CPU or an sm90 GPU (H100, H200)")
-    else:
-        yield
+    yield from aligned_on_cpu.on_this_machine(monkeypatch)
 
 
 def _recipe(**choices):

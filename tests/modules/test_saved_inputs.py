@@ -52,14 +52,7 @@ def test_layers_with_a_neighbour_that_saves_their_input_are_marked_and_no_others
 
 @pytest.fixture
 def hopper_on_this_machine(monkeypatch):
-    if torch.cuda.is_available():
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("runs on a CPU or an sm90 GPU (H100, H200)")
-        yield
-    else:
-        library = aligned_on_cpu.install(monkeypatch)
-        yield
-        library._destroy()
+    yield from aligned_on_cpu.on_this_machine(monkeypatch)
 
 
 def _step(model, device):

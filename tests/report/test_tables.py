@@ -52,6 +52,15 @@ def test_a_run_past_its_limit_is_named_and_why():
     assert past in _markdown(_runs(steps=steps_of([1, 134, 134])))
 
 
+def test_a_trace_that_is_not_of_the_measured_step_gives_no_limit_and_says_so():
+    # 25 of the 50 ms of GEMMs would go, of a step that took 20.
+    runs = _runs(steps=steps_of([1, 500, 500]))
+    runs[0] = run_of("bf16", steps_of([1, 500, 500]), breakdown=breakdown_of(gemm_dense=50.0))
+    said = _markdown(runs)
+    assert "No limit, because traced GEMMs would save more than the measured step: both." in said
+    assert "has no trace" not in said
+
+
 def test_short_runs_are_not_to_be_judged_by_their_losses():
     warning = "Too short to judge losses by: 100 steps or more say something."
     for steps, warned in ((95, True), (100, False)):

@@ -29,6 +29,11 @@ class Run:
         return [step.loss for step in self.steps if step.step >= first]
 
 
+def import_paths() -> str:
+    """PYTHONPATH for a process that imports this project, and whatever the caller does."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def entry_args(*flags: str, entry: str = "mxfp8_titan.train", config: Path = DEBUG) -> list[str]:
     """A job, as arguments of the interpreter or of torchrun."""
     return ["-m", entry, "--job.config_file", str(config), *flags]
@@ -55,8 +60,7 @@ def train(
     command = [*launcher, *entry_args(f"--job.dump_folder={folder}", *flags, entry=entry, config=config)]
     # Whoever runs several tests at once shares the cores out.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "HF_DATASETS_OFFLINE": "1"}
+    env = {**os.environ, "PYTHONPATH": import_paths(), "OMP_NUM_THREADS": threads, "HF_DATASETS_OFFLINE": "1"}
     # What torchrun would set; torchtitan's own entry does not set it for a single process.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     env |= alone if processes == 1 else {}

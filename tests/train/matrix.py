@@ -70,7 +70,6 @@ CASES = {
     "tp": Case(("--parallelism.tensor_parallel_degree=2",)),
 }
 
-
 PRODUCTS = ("reference_y", "reference_dx", "reference_dw", "hopper_rows_times", "hopper_over_t")
 
 

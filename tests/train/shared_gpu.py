@@ -8,6 +8,8 @@ import os
 
 import torch
 
+from mxfp8_titan.cpu_host import sum_gradients_as_gloo_can
+
 
 def used(processes: int) -> bool:
     """Whether this machine has one GPU for that many processes."""
@@ -17,18 +19,10 @@ def used(processes: int) -> bool:
 def install() -> None:
     """Put this process on the only GPU, gloo where torch would take NCCL, and plain sums into FSDP2's reductions."""
     from torch.distributed import Backend
-    from torch.distributed.fsdp import FSDPModule
 
     os.environ["LOCAL_RANK"] = "0"
     Backend.default_device_backend_map["cuda"] = "gloo"
-    set_factor = FSDPModule.set_gradient_divide_factor
-
-    def set_factor_and_sum(module: FSDPModule, factor: float) -> None:
-        """gloo cannot scale inside a reduction."""
-        set_factor(module, factor)
-        module.set_force_sum_reduction_for_comms(True)
-
-    FSDPModule.set_gradient_divide_factor = set_factor_and_sum
+    sum_gradients_as_gloo_can()
 
 
 if __name__ == "__main__":

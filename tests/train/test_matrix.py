@@ -7,11 +7,10 @@ import sys
 import pytest
 import torch
 
-from tests.train.harness import ROOT
+from tests.train.harness import ROOT, import_paths
 from tests.train.matrix import MAX_NORM, WATCHED
 
 pytestmark = [pytest.mark.train, pytest.mark.timeout(300)]
-
 
 RECIPES = ["mxfp8_emulated_rceil", pytest.param("mxfp8_hopper", marks=pytest.mark.hopper)]
 
@@ -19,8 +18,7 @@ RECIPES = ["mxfp8_emulated_rceil", pytest.param("mxfp8_hopper", marks=pytest.mar
 @pytest.fixture(scope="module", params=RECIPES)
 def results(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("matrix") / "results.pt"
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env = {**os.environ, "PYTHONPATH": import_paths(), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0", str(ROOT / "tests" / "train" / "matrix.py"), str(path), request.param,
