@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mxfp8_titan.launch import MXFP8_EVERYWHERE, ROOT, Machine, make_job
+from mxfp8_titan.launch import MXFP8_EVERYWHERE, Machine, make_job
+from tests.train.harness import import_paths
 
 CPU = Machine(gpus=0, gpu_gib=0, cores=8)
 H200 = Machine(gpus=1, gpu_gib=139, cores=16)
@@ -159,7 +160,7 @@ def _sleeper(tmp_path, code="import time; print('ready', flush=True); time.sleep
         "import os, sys; from pathlib import Path; from mxfp8_titan.launch import Job, run\n"
         f"sys.exit(run(Job([sys.executable, '-c', {code!r}], dict(os.environ), Path({str(tmp_path / 'log.txt')!r}))))"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": import_paths()}
     launcher = subprocess.Popen([sys.executable, script], env=env, stdout=subprocess.PIPE, text=True)
     for line in launcher.stdout:
         if line.startswith("ready"):

@@ -34,6 +34,16 @@ def import_paths() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
+def environment(processes: int) -> dict[str, str]:
+    """Of a job of that many processes on this machine."""
+    # Whoever runs several tests at once shares the cores out.
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
+    # What torchrun would set; torchtitan's own entry does not set it for a single process.
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    ours = {"PYTHONPATH": import_paths(), "OMP_NUM_THREADS": threads, "HF_DATASETS_OFFLINE": "1"}
+    return {**os.environ, **ours, **(alone if processes == 1 else {})}
+
+
 def entry_args(*flags: str, entry: str = "mxfp8_titan.train", config: Path = DEBUG) -> list[str]:
     """A job, as arguments of the interpreter or of torchrun."""
     return ["-m", entry, "--job.config_file", str(config), *flags]
@@ -58,14 +68,14 @@ def train(
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d"]
         launcher += ["--rdzv-endpoint=localhost:0", "--local-ranks-filter=0"]
     command = [*launcher, *entry_args(f"--job.dump_folder={folder}", *flags, entry=entry, config=config)]
-    # Whoever runs several tests at once shares the cores out.
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
-    env = {**os.environ, "PYTHONPATH": import_paths(), "OMP_NUM_THREADS": threads, "HF_DATASETS_OFFLINE": "1"}
-    # What torchrun would set; torchtitan's own entry does not set it for a single process.
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    env |= alone if processes == 1 else {}
     done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
+        command,
+        env=environment(processes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     log = folder / "log.txt"
     log.write_text(done.stdout)

@@ -5,10 +5,19 @@ nothing about NCCL, overlap or speed. As an entry, `-m tests.train.shared_gpu`, 
 """
 
 import os
+from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxfp8_titan.cpu_host import sum_gradients_as_gloo_can
+
+STAGED = ("_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_into_tensor_coalesced_",
+          "alltoall_base_", "recv_", "reduce_scatter_tensor_coalesced_", "send")  # fmt: skip
+"""What gloo does for tensors on a CPU only, or not for every caller; it reduces and broadcasts on a GPU itself."""
+
+_kernels = torch.library.Library("c10d", "IMPL")
+_sent = []
 
 
 def used(processes: int) -> bool:
@@ -23,6 +32,28 @@ def install() -> None:
     os.environ["LOCAL_RANK"] = "0"
     Backend.default_device_backend_map["cuda"] = "gloo"
     sum_gradients_as_gloo_can()
+    for name in STAGED:
+        _kernels.impl(name, partial(_through_the_host, getattr(torch.ops.c10d, name).default), "CUDA")
+
+
+def _through_the_host(op, *args):
+    """`op` on copies in the host's memory, waited for; its first argument, which it writes, gets its copies back."""
+    copies = {}
+
+    def on_host(t: torch.Tensor) -> torch.Tensor:
+        return copies.setdefault(id(t), (t.cpu(), t))[0]
+
+    result = op(*(tree_map_only(torch.Tensor, on_host, arg) for arg in args))
+    *_, work = result if isinstance(result, tuple) else (result,)
+    if op is torch.ops.c10d.send.default:
+        # The other process may be sending too: waiting here, neither would come to receive.
+        _sent.append((work, copies))
+        return work
+    torch.distributed.Work.unbox(work).wait()
+    originals = {id(copy): t for copy, t in copies.values()}
+    for t in tree_leaves(args[0]):
+        t.copy_(copies[id(t)][0])
+    return tree_map_only(torch.Tensor, lambda copy: originals[id(copy)], result)
 
 
 if __name__ == "__main__":

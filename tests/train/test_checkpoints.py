@@ -1,6 +1,5 @@
 """Checkpoints of one process: resumed bit for bit, and interchangeable between bf16 and MXFP8."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxfp8_titan.preflight import meta_model, parse
-from tests.train.harness import MX, ROOT, TINY, entry_args, only_step, read_checkpoint, train
+from tests.train.harness import MX, TINY, entry_args, environment, only_step, read_checkpoint, train
 
 pytestmark = pytest.mark.train
 
@@ -52,9 +51,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name, saved, tmp
 def _kill_while_it_saves(folder, step):
     """Starts a run and kills it with SIGKILL as soon as the first bytes of `step`'s checkpoint are written."""
     command = [sys.executable, *entry_args(*SAVE, *MX, "--training.steps=10")]
+    command.append(f"--job.dump_folder={folder}")
     with open(folder / "killed.txt", "w") as log:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
-        job = subprocess.Popen([*command, f"--job.dump_folder={folder}"], env=env, stdout=log, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(command, env=environment(processes=1), stdout=log, stderr=subprocess.STDOUT)
         saving = folder / "checkpoint" / f"step-{step}"
         give_up = time.monotonic() + 200
         while not any(path.stat().st_size for path in saving.glob("*.distcp")):
