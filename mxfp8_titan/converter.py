@@ -14,6 +14,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxfp8_titan import health
+from mxfp8_titan.backends.interface import ForwardOps
 from mxfp8_titan.backends.select import BackendChoice, current_device, select
 from mxfp8_titan.job_config import MX, Recipe, recipe_from
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
@@ -39,6 +40,7 @@ class MXConverter:
         Raises: ValueError when the [mx] section is missing or its recipe cannot run on this device.
         """
         self.mx = mx_section(job_config)
+        self.compiles_model = job_config.compile.enable and "model" in job_config.compile.components
         self.choice = select(self.mx.recipe_name, current_device())
         self.recipe = recipe_from(self.mx, self.choice.recipe_name)
         self.tensor_parallel_degrees = tensor_parallel_degrees(job_config)
@@ -53,7 +55,8 @@ class MXConverter:
         swap(model, plan, self.recipe, self.choice)
         if self.mx.health_every:
             health.attach(model, utils.device_type)
-        _save_forward_gemms_under_op_checkpointing(self.choice)
+        in_pieces = self.compiles_model and any(isinstance(module, MoE) for module in model.modules())
+        _save_forward_gemms_under_op_checkpointing(self.choice.backend.forward_ops, in_pieces)
         logger.info(summarize(plan, self.recipe, self.choice))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
@@ -118,12 +121,20 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _save_forward_gemms_under_op_checkpointing(choice: BackendChoice) -> None:
+def _save_forward_gemms_under_op_checkpointing(ops: ForwardOps, compiled_in_pieces: bool) -> None:
     """Tell torchtitan's `op` activation checkpointing to save these GEMMs' outputs, as it does for aten.mm.
+
+    compiled_in_pieces: torchtitan compiles a layer with experts around them, inside the checkpointed region. What
+        compiled code makes there is its own to overwrite, so that nothing may save it: dense GEMMs are recomputed,
+        as aten.mm is, which compiled code runs by another name
 
     Each model has a save list of its own, global to the process; the host extends it at run time for its own ops too.
     An op that no model runs changes nothing there.
     """
     for name in MODELS:
-        parallelize = import_module(f"torchtitan.models.{name}.infra.parallelize")
-        parallelize._op_sac_save_list.update(choice.backend.saved_ops)
+        saved = import_module(f"torchtitan.models.{name}.infra.parallelize")._op_sac_save_list
+        saved.add(ops.grouped)
+        if compiled_in_pieces:
+            saved.discard(ops.dense)
+        else:
+            saved.add(ops.dense)

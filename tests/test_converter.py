@@ -145,11 +145,16 @@ def test_scout_flavors_have_the_real_layers():
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(4.43e9, rel=0.01)
 
 
-def test_selective_checkpointing_saves_the_forward_gemms():
-    _convert(*BOTH)
+@pytest.mark.parametrize(
+    ("flags", "dense"),
+    [(("--compile.enable",), False), (("--compile.enable", "--compile.components=loss"), True), ((), True)],
+)
+def test_selective_checkpointing_saves_the_forward_gemms_that_no_compiled_piece_makes(flags, dense):
+    _convert(*BOTH, *flags)
     for model in ("llama3", "llama4", "deepseek_v3", "qwen3"):
         saved = import_module(f"torchtitan.models.{model}.infra.parallelize")._op_sac_save_list
-        assert torch.ops.mxfp8_titan.reference_y.default in saved
+        assert torch.ops.mxfp8_titan.reference_grouped_y.default in saved
+        assert (torch.ops.mxfp8_titan.reference_y.default in saved) == dense
         assert torch.ops.mxfp8_titan.reference_dx.default not in saved
 
 

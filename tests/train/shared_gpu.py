@@ -1,7 +1,7 @@
 """Two processes of one job on one GPU: what tensors and kernels do is a GPU's, what carries them between is gloo.
 
 NCCL refuses two ranks on one GPU. So this covers sharding, resharding, dispatch and checkpoints of two ranks, and says
-nothing about NCCL, overlap or speed. As an entry, `-m tests.train.shared_gpu`, it trains as mxfp8_titan.train does.
+nothing about NCCL, overlap or speed. Pipelines are left out: nothing carries their sends. As an entry, `-m tests.train.shared_gpu`, it trains as mxfp8_titan.train does.
 """
 
 import os
@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mxfp8_titan.cpu_host import sum_gradients_as_gloo_can
 
 STAGED = ("_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_into_tensor_coalesced_",
-          "alltoall_base_", "recv_", "reduce_scatter_tensor_coalesced_", "send")  # fmt: skip
+          "alltoall_base_", "reduce_scatter_tensor_coalesced_")  # fmt: skip
 """What gloo does for tensors on a CPU only, or not for every caller; it reduces and broadcasts on a GPU itself."""
 
 _kernels = torch.library.Library("c10d", "IMPL")
-_sent = []
 
 
 def used(processes: int) -> bool:
@@ -45,10 +44,6 @@ def _through_the_host(op, *args):
 
     result = op(*(tree_map_only(torch.Tensor, on_host, arg) for arg in args))
     *_, work = result if isinstance(result, tuple) else (result,)
-    if op is torch.ops.c10d.send.default:
-        # The other process may be sending too: waiting here, neither would come to receive.
-        _sent.append((work, copies))
-        return work
     torch.distributed.Work.unbox(work).wait()
     originals = {id(copy): t for copy, t in copies.values()}
     for t in tree_leaves(args[0]):

@@ -72,9 +72,11 @@ def test_clipping_sees_the_norm_over_all_meshes(name, results):
 
 @pytest.mark.parametrize("name", ["ep_foreach", "ep_for_loop_groups_of_128"])
 def test_every_adamw_takes_both_meshes_and_gives_fused_s_weights(name, results):
-    assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-5)
     # As a whole: AdamW divides single elements by roots of squares that are as small as their rounding.
-    assert _error(results[name]["weights"], results["ep"]["weights"]) < 1e-4
+    assert _error(results[name]["first_weights"], results["ep"]["first_weights"]) < 1e-6
+    # Later, weights that differ in their last bit are other FP8 numbers here and there.
+    assert results[name]["losses"][0] == results["ep"]["losses"][0]
+    assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-3)
 
 
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(results):
