@@ -1,7 +1,8 @@
 """Two processes of one job on one GPU: what tensors and kernels do is a GPU's, what carries them between is gloo.
 
 NCCL refuses two ranks on one GPU. So this covers sharding, resharding, dispatch and checkpoints of two ranks, and says
-nothing about NCCL, overlap or speed. Pipelines are left out: nothing carries their sends. As an entry, `-m tests.train.shared_gpu`, it trains as mxfp8_titan.train does.
+nothing about NCCL, overlap or speed. Pipelines are left out: nothing carries their sends. As an entry,
+`-m tests.train.shared_gpu`, it trains as mxfp8_titan.train does.
 """
 
 import os
