@@ -5,7 +5,7 @@ allowed values to keep up; where that is not possible, the range is written here
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -35,6 +35,17 @@ def check(job_config: JobConfig, degrees: ParallelDims | None, model: nn.Module)
         _check_parallelism(job_config, degrees, model)
     _check_files(job_config)
     _check_what_the_host_cannot_do(job_config, model)
+
+
+def without_effect(job_config: JobConfig, model: nn.Module) -> Iterator[str]:
+    """A sentence for each setting of torchtitan's that changes nothing in this job."""
+    checkpointing, layers = job_config.activation_checkpoint, len(model.layers)
+    every = checkpointing.selective_ac_option
+    if checkpointing.mode == "selective" and every.isdecimal() and int(every) > layers:
+        yield (
+            f"activation_checkpoint.selective_ac_option is {every} and the model has fewer layers, {layers}: nothing "
+            "will be recomputed"
+        )
 
 
 def _check_training(job_config: JobConfig, degrees: ParallelDims | None) -> None:

@@ -150,6 +150,8 @@ def check(job_config: JobConfig) -> None:
     for sentence in _without_effect(getattr(job_config, "mx", None), recipe):
         logger.warning(sentence)
     host_checks.check(job_config, degrees, model)
+    for sentence in host_checks.without_effect(job_config, model):
+        logger.warning(sentence)
 
 
 def _without_effect(mx: MX | None, recipe: Recipe | None) -> Iterator[str]:

@@ -43,7 +43,8 @@ def version(package: str) -> str:
 
 def command() -> str:
     """The command line, without where the results go and what commit they are filed under."""
-    words, line = ["python", *sys.argv], []
+    # As it was typed: sys.argv has a module's file in place of `-m` and its name.
+    words, line = ["python", *sys.orig_argv[1:]], []
     while words:
         word = words.pop(0)
         if word in ("--json", "--commit"):

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "configs" / "llama4_debug.toml"
 MX = ("--model.converters=mx", "--mx.moe_fqns_prototype=experts", "--mx.recipe_name=mxfp8_emulated_rceil")
 TINY = ("--training.seq_len=64", "--training.local_batch_size=2")
+OP_CHECKPOINTING = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@ the debug model."""
 
 import pytest
 
-from tests.train.harness import MX, TINY, train
-from tests.train.test_parallelisms import OP_CHECKPOINTING
+from tests.train.harness import MX, OP_CHECKPOINTING, TINY, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.train]
 

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from tests.train import shared_gpu
-from tests.train.harness import MX, TINY, train
+from tests.train.harness import MX, OP_CHECKPOINTING, TINY, train
 
 pytestmark = pytest.mark.train
 
 TWO = "--training.steps=2"
-OP_CHECKPOINTING = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 
 
 @pytest.mark.parametrize(

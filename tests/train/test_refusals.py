@@ -162,6 +162,10 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path, cap
         (["--mx.filter_fqns=output,router.gate,wk,wv"], "mx.filter_fqns set but"),
         ([MX, "--mx.gemm=own"], "mx.gemm is own but recipe mxfp8_emulated_rceil emulates"),
         (["--mx.trace_steps=2"], "mx.trace_steps is set but mx.trace_file is not"),
+        (
+            ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=7"],
+            "selective_ac_option is 7 and the model has fewer layers, 6: nothing will be recomputed",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_said(flags, sentence, caplog):
@@ -170,8 +174,12 @@ def test_a_setting_without_effect_is_said(flags, sentence, caplog):
 
 
 def test_settings_that_have_their_effect_are_not_mentioned(caplog, tmp_path):
-    _start(["--job.config_file", str(DEBUG), MX, "--mx.wgrad=bf16", f"--mx.metrics_file={tmp_path}/new/m.jsonl"])
-    assert "mx." not in "".join(record.message for record in caplog.records if record.levelname == "WARNING")
+    selective = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=6"]
+    observed = ["--mx.wgrad=bf16", f"--mx.metrics_file={tmp_path}/new/m.jsonl"]
+    _start(["--job.config_file", str(DEBUG), MX, *selective, *observed])
+    warnings = "".join(record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "mx." not in warnings
+    assert "nothing will" not in warnings
 
 
 # Each key of [mx] with values of every other kind, and with one that is near.

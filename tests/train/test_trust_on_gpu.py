@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.train.harness import MX, TINY, only_step, read_checkpoint, train
-from tests.train.test_parallelisms import OP_CHECKPOINTING
+from tests.train.harness import MX, OP_CHECKPOINTING, TINY, only_step, read_checkpoint, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.train, pytest.mark.timeout(580)]
 
