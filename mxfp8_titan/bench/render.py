@@ -20,7 +20,6 @@ TITLES = {
 REPORTS = {
     "one_gpu": "End to end: one GPU",
     "one_gpu_ac_full": "End to end: one GPU, full activation checkpointing",
-    "one_gpu_ac_selective": "End to end: one GPU, selective activation checkpointing",
 }
 """Folders with a comparison by scripts/compare.sh, whose report.md becomes a section."""
 
