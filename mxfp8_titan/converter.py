@@ -40,6 +40,7 @@ class MXConverter:
         Raises: ValueError when the [mx] section is missing or its recipe cannot run on this device.
         """
         self.mx = mx_section(job_config)
+        self.model_name = job_config.model.name
         self.compiles_model = job_config.compile.enable and "model" in job_config.compile.components
         self.choice = select(self.mx.recipe_name, current_device())
         self.recipe = recipe_from(self.mx, self.choice.recipe_name)
@@ -56,7 +57,7 @@ class MXConverter:
         if self.mx.health_every:
             health.attach(model, utils.device_type)
         in_pieces = self.compiles_model and any(isinstance(module, MoE) for module in model.modules())
-        _save_forward_gemms_under_op_checkpointing(self.choice.backend.forward_ops, in_pieces)
+        _save_forward_gemms_under_op_checkpointing(self.model_name, self.choice.backend.forward_ops, in_pieces)
         logger.info(summarize(plan, self.recipe, self.choice))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
@@ -121,20 +122,23 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _save_forward_gemms_under_op_checkpointing(ops: ForwardOps, compiled_in_pieces: bool) -> None:
+def _save_forward_gemms_under_op_checkpointing(model_name: str, ops: ForwardOps, compiled_in_pieces: bool) -> None:
     """Tell torchtitan's `op` activation checkpointing to save these GEMMs' outputs, as it does for aten.mm.
 
+    model_name: one of MODELS; another has no list that is known here, and nothing of ours is saved
     compiled_in_pieces: torchtitan compiles a layer with experts around them, inside the checkpointed region. What
         compiled code makes there is its own to overwrite, so that nothing may save it: dense GEMMs are recomputed,
-        as aten.mm is, which compiled code runs by another name
+        as aten.mm is, which compiled code runs by another name. Also in the model's layers without experts, which
+        are compiled whole: the list is one a model
 
-    Each model has a save list of its own, global to the process; the host extends it at run time for its own ops too.
-    An op that no model runs changes nothing there.
+    The list is global to the process, so that the last conversion of a model decides; the host extends it at run time
+    for its own ops too.
     """
-    for name in MODELS:
-        saved = import_module(f"torchtitan.models.{name}.infra.parallelize")._op_sac_save_list
-        saved.add(ops.grouped)
-        if compiled_in_pieces:
-            saved.discard(ops.dense)
-        else:
-            saved.add(ops.dense)
+    if model_name not in MODELS:
+        return
+    saved = import_module(f"torchtitan.models.{model_name}.infra.parallelize")._op_sac_save_list
+    saved.add(ops.grouped)
+    if compiled_in_pieces:
+        saved.discard(ops.dense)
+    else:
+        saved.add(ops.dense)

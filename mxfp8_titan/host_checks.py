@@ -4,6 +4,7 @@ Each check asks what torchtitan, torch or the file system would be asked later, 
 allowed values to keep up; where that is not possible, the range is written here.
 """
 
+import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -38,14 +39,16 @@ def check(job_config: JobConfig, degrees: ParallelDims | None, model: nn.Module)
 
 
 def without_effect(job_config: JobConfig, model: nn.Module) -> Iterator[str]:
-    """A sentence for each setting of torchtitan's that changes nothing in this job."""
-    checkpointing, layers = job_config.activation_checkpoint, len(model.layers)
+    """A sentence where activation checkpointing reaches no layer: torchtitan recomputes every n-th of a process."""
+    checkpointing = job_config.activation_checkpoint
     every = checkpointing.selective_ac_option
-    if checkpointing.mode == "selective" and every.isdecimal() and int(every) > layers:
-        yield (
-            f"activation_checkpoint.selective_ac_option is {every} and the model has fewer layers, {layers}: nothing "
-            "will be recomputed"
-        )
+    if checkpointing.mode == "selective" and every.isdecimal():
+        layers = math.ceil(len(model.layers) / job_config.parallelism.pipeline_parallel_degree)
+        if int(every) > layers:
+            yield (
+                f"activation_checkpoint.selective_ac_option is {every} and a process has {layers} layers: nothing will "
+                f"be recomputed, take a number up to {layers}, or op"
+            )
 
 
 def _check_training(job_config: JobConfig, degrees: ParallelDims | None) -> None:

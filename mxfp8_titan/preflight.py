@@ -147,10 +147,9 @@ def check(job_config: JobConfig) -> None:
         mx = mx_section(job_config)
         recipe = recipe_from(mx, select(mx.recipe_name, current_device()).recipe_name)
         conversion_plan(job_config, model)
-    for sentence in _without_effect(getattr(job_config, "mx", None), recipe):
-        logger.warning(sentence)
     host_checks.check(job_config, degrees, model)
-    for sentence in host_checks.without_effect(job_config, model):
+    ours = _without_effect(getattr(job_config, "mx", None), recipe)
+    for sentence in itertools.chain(ours, host_checks.without_effect(job_config, model)):
         logger.warning(sentence)
 
 

@@ -1,7 +1,6 @@
 import copy
 import importlib
 import logging
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.llama4.infra import parallelize
 from torchtitan.models.llama4.model.model import Transformer
 from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 
@@ -146,16 +146,29 @@ def test_scout_flavors_have_the_real_layers():
 
 
 @pytest.mark.parametrize(
-    ("flags", "dense"),
-    [(("--compile.enable",), False), (("--compile.enable", "--compile.components=loss"), True), ((), True)],
+    ("flags", "experts", "dense"),
+    [
+        (("--compile.enable",), True, False),
+        (("--compile.enable",), False, True),
+        (("--compile.enable", "--compile.components=loss"), True, True),
+        ((), True, True),
+    ],
 )
-def test_selective_checkpointing_saves_the_forward_gemms_that_no_compiled_piece_makes(flags, dense):
-    _convert(*BOTH, *flags)
-    for model in ("llama3", "llama4", "deepseek_v3", "qwen3"):
-        saved = import_module(f"torchtitan.models.{model}.infra.parallelize")._op_sac_save_list
-        assert torch.ops.mxfp8_titan.reference_grouped_y.default in saved
-        assert (torch.ops.mxfp8_titan.reference_y.default in saved) == dense
-        assert torch.ops.mxfp8_titan.reference_dx.default not in saved
+def test_selective_checkpointing_saves_the_forward_gemms_that_no_compiled_piece_makes(
+    flags, experts, dense, monkeypatch
+):
+    ops = torch.ops.mxfp8_titan
+    # Both are there from earlier conversions, or neither: this one decides.
+    for before in (set(), {ops.reference_y.default, ops.reference_grouped_y.default}):
+        monkeypatch.setattr(parallelize, "_op_sac_save_list", before)
+        model = _model()
+        if not experts:
+            del model.layers["1"]
+        config = _config(*EMULATED, *flags, *(["--mx.moe_fqns_prototype=experts"] if experts else []))
+        build_model_converters(config, None).convert(model)
+        assert ops.reference_grouped_y.default in parallelize._op_sac_save_list
+        assert (ops.reference_y.default in parallelize._op_sac_save_list) == dense
+        assert ops.reference_dx.default not in parallelize._op_sac_save_list
 
 
 def test_optimizers_see_ordinary_parameters_and_state_dicts_ordinary_tensors(device):

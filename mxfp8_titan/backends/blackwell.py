@@ -197,7 +197,7 @@ def _quantize_weights_for_dx(ws: list[Tensor], kept: Operand, recipe: Recipe) ->
 
 def _y(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
     matrices = list(weights[::2]), list(weights[1::2])
-    return _FORWARD.of(group_ends)(*rows, *matrices, group_ends, recipe.gemm, out_dtype)
+    return _FORWARD.for_groups(group_ends)(*rows, *matrices, group_ends, recipe.gemm, out_dtype)
 
 
 def _dx(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:

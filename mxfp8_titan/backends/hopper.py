@@ -52,7 +52,7 @@ def _rows_times(
     rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
 ) -> Tensor:
     how = recipe.gemm, recipe.fast_accumulation, out_dtype
-    return _FORWARD.of(group_ends)(*rows, *weights, group_ends, *how)
+    return _FORWARD.for_groups(group_ends)(*rows, *weights, group_ends, *how)
 
 
 def _dw(

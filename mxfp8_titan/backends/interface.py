@@ -48,7 +48,7 @@ class ForwardOps(NamedTuple):
     dense: OpOverload
     grouped: OpOverload
 
-    def of(self, group_ends: Tensor | None) -> OpOverload:
+    def for_groups(self, group_ends: Tensor | None) -> OpOverload:
         return self.dense if group_ends is None else self.grouped
 
 
@@ -93,6 +93,7 @@ class Backend:
     """(dh (T, H), h13, that, group_ends, recipe, for_dw13) -> dh13 (T, 2H), and h again as an operand of dw"""
 
     forward_ops: ForwardOps
+    """What `y` calls, for activation checkpointing to know."""
 
     def __reduce__(self) -> tuple:
         return pkgutil.resolve_name, (self.home,)

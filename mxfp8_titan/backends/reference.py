@@ -84,7 +84,7 @@ def _tokens(x: Tensor, for_dw: bool) -> Tokens:
 
 
 def _y(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-    return _FORWARD.of(group_ends)(*rows, list(weights), group_ends, recipe.rounding, out_dtype)
+    return _FORWARD.for_groups(group_ends)(*rows, list(weights), group_ends, recipe.rounding, out_dtype)
 
 
 def _dx(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:

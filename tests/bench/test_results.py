@@ -1,8 +1,9 @@
 import json
+import sys
 
 import pytest
 
-from mxfp8_titan.bench.results import WORST_OF_OPS, Row, read, write
+from mxfp8_titan.bench.results import WORST_OF_OPS, Row, command, read, write
 
 ENVIRONMENT = {"gpu": "some GPU", "commit": "abc", "date": "2026-01-01", "command": "one"}
 
@@ -60,3 +61,9 @@ def test_a_file_that_holds_no_results_is_not_overwritten(text, tmp_path):
         read(tmp_path / "a.json")
     with pytest.raises(ValueError, match="missing is no folder for results"):
         read(tmp_path / "missing" / "a.json")
+
+
+def test_a_command_is_what_was_typed_without_where_its_results_go(monkeypatch):
+    typed = "/usr/bin/python3 -m a.module --step 3 --json x.json --commit=abc --job.config_file c.toml --json=y.json"
+    monkeypatch.setattr(sys, "orig_argv", typed.split())
+    assert command() == "python -m a.module --step 3 --job.config_file c.toml"

@@ -40,10 +40,11 @@ def unchanged(monkeypatch):
 
 @pytest.fixture
 def gradients(device, monkeypatch):
-    """Of every weight of two layers with experts, compiled, by flags of activation checkpointing."""
-    # apply_compile changes both for the whole process.
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    """A function of flags of activation checkpointing: the gradient of each weight of two compiled layers with experts,
+    by name."""
+    # Put back after the test: what apply_compile and apply_ac set for the process, and what conversion saves.
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
+    monkeypatch.setattr(parallelize, "_op_sac_save_list", set(parallelize._op_sac_save_list))
     debug = llama4_args["debugmodel"]
     monkeypatch.setattr(debug, "interleave_moe_layer_step", 1)
     monkeypatch.setattr(debug, "n_layers", 2)
@@ -70,7 +71,9 @@ def gradients(device, monkeypatch):
         named = model.named_parameters()
         return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in named}
 
-    return run
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield run
+    torch._C._dynamo.eval_frame._set_lru_cache(True)
 
 
 @pytest.mark.gpu
@@ -82,8 +85,9 @@ def test_what_is_saved_for_backward_is_what_backward_finds(unchanged, gradients)
 
 
 def test_gradients_are_those_of_layers_that_recompute_nothing(gradients):
+    """On a CPU Inductor overwrites nothing here; there it holds that each saved tensor comes back in its place."""
     plain, checkpointed = gradients(*NOTHING), gradients(*OP_CHECKPOINTING)
     assert plain.keys() == checkpointed.keys()
     errors = {name: float((checkpointed[name] - grad).norm() / grad.norm()) for name, grad in plain.items()}
     # On a GPU the embedding adds its gradients in any order.
-    assert max(errors.values()) < 1e-4, errors
+    assert all(error < 1e-4 for error in errors.values()), errors

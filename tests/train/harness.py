@@ -36,7 +36,7 @@ def import_paths() -> str:
 
 
 def environment(processes: int) -> dict[str, str]:
-    """Of a job of that many processes on this machine."""
+    """Environment variables of a job of that many processes on this machine."""
     # Whoever runs several tests at once shares the cores out.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
     # What torchrun would set; torchtitan's own entry does not set it for a single process.

@@ -38,7 +38,7 @@ WATCHED = ("layers.1.moe.router.gate.weight", "layers.0.attention.wq.weight", "t
 MAX_NORM = 0.05
 STEPS = 3
 ROWS, TOKENS = 2, 48
-"""Of a rank's batch; their product is no dim of any weight, so that a tensor's shape tells what it is."""
+"""Of a rank's batch; their product is no dim of any weight. Rows that a rank's experts get can be."""
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,21 @@ def kept_weights(saved: list[torch.Tensor], weights: dict) -> int:
     """Bytes that converted layers' unsharded weights still take when forward is over."""
     shapes = {w.shape for name, w in weights.items() if name.startswith("layers.0.") and w.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
-    # Under tensor parallelism the host keeps DTensors; no test asks what there.
-    found = {t.untyped_storage()._cdata: t for t in saved if t.shape in shapes and not isinstance(t, DTensor)}
-    found = {key: t for key, t in found.items() if t.untyped_storage().nbytes()}
-    return sum(t.untyped_storage().nbytes() for t in found.values() if any(_resembles(t, w) for w in weights.values()))
+    # Not counted: DTensors, which tensor parallelism keeps, and what FSDP2 has freed, whose storage is empty.
+    found = {
+        t.untyped_storage()._cdata: t
+        for t in saved
+        if t.shape in shapes and not isinstance(t, DTensor) and t.untyped_storage().nbytes()
+    }
+    matrices = [w for w in weights.values() if w.dim() == 2]
+    return sum(t.untyped_storage().nbytes() for t in found.values() if any(_resembles(t, w) for w in matrices))
 
 
 def _resembles(t: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether t is w or its transpose, scaled block by block perhaps; tokens that share its shape are not."""
+    """Whether t is w or its transpose, perhaps scaled block by block; tokens that have its shape are not."""
     return any(
         form.shape == t.shape and torch.cosine_similarity(t.float().flatten(), form.float().flatten(), 0) > 0.5
-        for form in ((w, w.t()) if w.dim() == 2 else ())
+        for form in (w, w.t())
     )
 
 

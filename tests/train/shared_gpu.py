@@ -15,7 +15,8 @@ from mxfp8_titan.cpu_host import sum_gradients_as_gloo_can
 
 STAGED = ("_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_into_tensor_coalesced_",
           "alltoall_base_", "reduce_scatter_tensor_coalesced_")  # fmt: skip
-"""What gloo does for tensors on a CPU only, or not for every caller; it reduces and broadcasts on a GPU itself."""
+"""What gloo has for tensors on a CPU only, or lost there: an all-to-all ended both processes. It reduces and broadcasts
+what lies on a GPU itself."""
 
 _kernels = torch.library.Library("c10d", "IMPL")
 

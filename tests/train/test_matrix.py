@@ -71,7 +71,7 @@ def test_clipping_sees_the_norm_over_all_meshes(name, results):
 
 
 @pytest.mark.parametrize("name", ["ep_foreach", "ep_for_loop_groups_of_128"])
-def test_every_adamw_takes_both_meshes_and_gives_fused_s_weights(name, results):
+def test_every_adamw_takes_both_meshes_and_makes_fused_s_first_step(name, results):
     # As a whole: AdamW divides single elements by roots of squares that are as small as their rounding.
     assert _error(results[name]["first_weights"], results["ep"]["first_weights"]) < 1e-6
     # Later, weights that differ in their last bit are other FP8 numbers here and there.

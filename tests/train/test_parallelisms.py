@@ -16,15 +16,16 @@ TWO = "--training.steps=2"
     "flags",
     [
         ("--parallelism.expert_parallel_degree=2", *OP_CHECKPOINTING),
-        ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"),
+        pytest.param(
+            ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"),
+            marks=pytest.mark.skipif(shared_gpu.used(2), reason="a pipeline needs a GPU for each process, or a CPU"),
+        ),
         ("--parallelism.fsdp_reshard_after_forward=never", "--training.global_batch_size=8"),
         ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"),
     ],
     ids=["expert_parallel_selective_ac", "pipeline", "no_reshard_accumulated", "ddp"],
 )
 def test_two_processes_train_and_log_both_steps(flags, tmp_path):
-    if "pipeline" in flags[0] and shared_gpu.used(2):
-        pytest.skip("pipelines need a GPU for each process, or a CPU")
     metrics = tmp_path / "metrics.jsonl"
     logged = (f"--mx.metrics_file={metrics}", "--metrics.log_freq=1")
     run = train(tmp_path, *MX, *TINY, TWO, *logged, *flags, processes=2)

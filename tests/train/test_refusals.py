@@ -164,7 +164,7 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path, cap
         (["--mx.trace_steps=2"], "mx.trace_steps is set but mx.trace_file is not"),
         (
             ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=7"],
-            "selective_ac_option is 7 and the model has fewer layers, 6: nothing will be recomputed",
+            "selective_ac_option is 7 and a process has 6 layers: nothing will be recomputed, take a number up to 6",
         ),
     ],
 )
