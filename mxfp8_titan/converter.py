@@ -7,6 +7,7 @@ from importlib.metadata import version
 import torch
 import torchtitan
 from torch import nn
+from torch._ops import OpOverload
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import MoE
@@ -14,7 +15,6 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxfp8_titan import health
-from mxfp8_titan.backends.interface import ForwardOps
 from mxfp8_titan.backends.select import BackendChoice, current_device, select
 from mxfp8_titan.job_config import MX, Recipe, recipe_from
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
@@ -41,7 +41,6 @@ class MXConverter:
         """
         self.mx = mx_section(job_config)
         self.model_name = job_config.model.name
-        self.compiles_model = job_config.compile.enable and "model" in job_config.compile.components
         self.choice = select(self.mx.recipe_name, current_device())
         self.recipe = recipe_from(self.mx, self.choice.recipe_name)
         self.tensor_parallel_degrees = tensor_parallel_degrees(job_config)
@@ -56,8 +55,8 @@ class MXConverter:
         swap(model, plan, self.recipe, self.choice)
         if self.mx.health_every:
             health.attach(model, utils.device_type)
-        in_pieces = self.compiles_model and any(isinstance(module, MoE) for module in model.modules())
-        _save_forward_gemms_under_op_checkpointing(self.model_name, self.choice.backend.forward_ops, in_pieces)
+        has_experts = any(isinstance(module, MoE) for module in model.modules())
+        _save_forward_gemms_under_op_checkpointing(self.model_name, self.choice.backend.saved_ops, not has_experts)
         logger.info(summarize(plan, self.recipe, self.choice))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
@@ -122,14 +121,13 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _save_forward_gemms_under_op_checkpointing(model_name: str, ops: ForwardOps, compiled_in_pieces: bool) -> None:
-    """Tell torchtitan's `op` activation checkpointing to save these GEMMs' outputs, as it does for aten.mm.
+def _save_forward_gemms_under_op_checkpointing(model_name: str, ops: Iterable[OpOverload], save: bool) -> None:
+    """Tell torchtitan's `op` activation checkpointing whether to save these GEMMs' outputs, as it does aten.mm's.
 
     model_name: one of MODELS; another has no list that is known here, and nothing of ours is saved
-    compiled_in_pieces: torchtitan compiles a layer with experts around them, inside the checkpointed region. What
-        compiled code makes there is its own to overwrite, so that nothing may save it: dense GEMMs are recomputed,
-        as aten.mm is, which compiled code runs by another name. Also in the model's layers without experts, which
-        are compiled whole: the list is one a model
+    save: False for a model with experts. torchtitan compiles their layers in pieces, inside the checkpointed region,
+        and what compiled code makes there is its own to overwrite: saved, it would come back as something else. And it
+        does not save the experts' products in bf16 either, which are larger than all that it does save.
 
     The list is global to the process, so that the last conversion of a model decides; the host extends it at run time
     for its own ops too.
@@ -137,8 +135,7 @@ def _save_forward_gemms_under_op_checkpointing(model_name: str, ops: ForwardOps,
     if model_name not in MODELS:
         return
     saved = import_module(f"torchtitan.models.{model_name}.infra.parallelize")._op_sac_save_list
-    saved.add(ops.grouped)
-    if compiled_in_pieces:
-        saved.discard(ops.dense)
+    if save:
+        saved.update(ops)
     else:
-        saved.add(ops.dense)
+        saved.difference_update(ops)

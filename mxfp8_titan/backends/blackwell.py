@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxfp8_titan.backends import select
-from mxfp8_titan.backends.interface import Backend, ForwardOps, Operand, SavedTokens, Tokens, Weights
+from mxfp8_titan.backends.interface import Backend, Operand, SavedTokens, Tokens, Weights
 from mxfp8_titan.format import BLOCK_SIZE, BLOCKED
 from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.kernels import quantize, swiglu  # noqa: F401 - importing them registers their ops
@@ -158,12 +158,11 @@ def _over_t_out(a, a_scale, b, b_scale, group_ends, gemm, out_dtype) -> Tensor:
 
 
 _HOW = "Tensor? group_ends, str gemm, ScalarType out_dtype"
-for _name in ("blackwell_y", "blackwell_grouped_y"):
-    register_op(
-        f"{_name}(Tensor a, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, {_HOW}) -> Tensor",
-        rows_times_joined,
-        _joined_out,
-    )
+register_op(
+    f"blackwell_y(Tensor a, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, {_HOW}) -> Tensor",
+    rows_times_joined,
+    _joined_out,
+)
 register_op(
     f"blackwell_dx(Tensor[] rows, Tensor[] row_scales, Tensor[] bs, Tensor[] b_scales, {_HOW}) -> Tensor",
     rows_times_added,
@@ -196,8 +195,7 @@ def _quantize_weights_for_dx(ws: list[Tensor], kept: Operand, recipe: Recipe) ->
 
 
 def _y(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-    matrices = list(weights[::2]), list(weights[1::2])
-    return _FORWARD.for_groups(group_ends)(*rows, *matrices, group_ends, recipe.gemm, out_dtype)
+    return _ops.blackwell_y(*rows, list(weights[::2]), list(weights[1::2]), group_ends, recipe.gemm, out_dtype)
 
 
 def _dx(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
@@ -228,8 +226,6 @@ def _swiglu_backward(
     return Tokens((*dh1[:2], *dh3[:2]), (*dh1[2:], *dh3[2:])), (h13,)
 
 
-_FORWARD = ForwardOps(_ops.blackwell_y.default, _ops.blackwell_grouped_y.default)
-
 BLACKWELL = Backend(
     name="blackwell",
     home="mxfp8_titan.backends.blackwell:BLACKWELL",
@@ -244,5 +240,5 @@ BLACKWELL = Backend(
     dw=_dw,
     swiglu=_swiglu,
     swiglu_backward=_swiglu_backward,
-    forward_ops=_FORWARD,
+    saved_ops=(_ops.blackwell_y.default,),
 )

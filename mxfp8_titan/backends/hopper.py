@@ -10,7 +10,7 @@ saves x itself, (x, amax) is that operand.
 import torch
 from torch import Tensor
 
-from mxfp8_titan.backends.interface import Backend, ForwardOps, Operand, SavedTokens, Tokens, Weights
+from mxfp8_titan.backends.interface import Backend, Operand, SavedTokens, Tokens, Weights
 from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.kernels import (  # noqa: F401 - importing them registers their ops
     quantize_aligned,
@@ -51,8 +51,7 @@ def _quantize_weights_for_dx(ws: list[Tensor], kept: Operand, recipe: Recipe) ->
 def _rows_times(
     rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
 ) -> Tensor:
-    how = recipe.gemm, recipe.fast_accumulation, out_dtype
-    return _FORWARD.for_groups(group_ends)(*rows, *weights, group_ends, *how)
+    return _ops.hopper_rows_times(*rows, *weights, group_ends, recipe.gemm, recipe.fast_accumulation, out_dtype)
 
 
 def _dw(
@@ -168,11 +167,8 @@ def _over_t_out(a, a_scale, b, b_scale, group_ends, parts, gemm, fast_accumulati
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? group_ends"
 _HOW = "str gemm, bool fast_accumulation, ScalarType out_dtype"
-for _name in ("hopper_rows_times", "hopper_grouped_rows_times"):
-    register_op(f"{_name}({_OPERANDS}, {_HOW}) -> Tensor", rows_times, _rows_times_out)
+register_op(f"hopper_rows_times({_OPERANDS}, {_HOW}) -> Tensor", rows_times, _rows_times_out)
 register_op(f"hopper_over_t({_OPERANDS}, int parts, {_HOW}) -> Tensor[]", over_t, _over_t_out)
-
-_FORWARD = ForwardOps(_ops.hopper_rows_times.default, _ops.hopper_grouped_rows_times.default)
 
 HOPPER = Backend(
     name="hopper",
@@ -188,5 +184,5 @@ HOPPER = Backend(
     dw=_dw,
     swiglu=_swiglu,
     swiglu_backward=_swiglu_backward,
-    forward_ops=_FORWARD,
+    saved_ops=(_ops.hopper_rows_times.default,),
 )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 Operand = tuple[Tensor, ...]
 
@@ -40,16 +39,6 @@ class Weights(NamedTuple):
 
     y: Operand
     kept: Operand
-
-
-class ForwardOps(NamedTuple):
-    """The op that makes y, under two names: selective activation checkpointing can save one and not the other."""
-
-    dense: OpOverload
-    grouped: OpOverload
-
-    def for_groups(self, group_ends: Tensor | None) -> OpOverload:
-        return self.dense if group_ends is None else self.grouped
 
 
 @dataclass(frozen=True)
@@ -92,8 +81,8 @@ class Backend:
     swiglu_backward: Callable[..., tuple[Tokens, Operand]]
     """(dh (T, H), h13, that, group_ends, recipe, for_dw13) -> dh13 (T, 2H), and h again as an operand of dw"""
 
-    forward_ops: ForwardOps
-    """What `y` calls, for activation checkpointing to know."""
+    saved_ops: tuple[Callable[..., Tensor], ...]
+    """The ops whose outputs per-op activation checkpointing may save, as it saves aten.mm's."""
 
     def __reduce__(self) -> tuple:
         return pkgutil.resolve_name, (self.home,)

@@ -9,28 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxfp8_titan.backends.interface import Backend, ForwardOps, Operand, SavedTokens, Tokens, Weights
+from mxfp8_titan.backends.interface import Backend, Operand, SavedTokens, Tokens, Weights
 from mxfp8_titan.job_config import Recipe
 from mxfp8_titan.reference.gemm import gemm
 from mxfp8_titan.reference.grouped_gemm import check_same_rows, grouped_gemm, grouped_gemm_over_rows
 from mxfp8_titan.reference.quantize import Quantized, quantize_along_k, quantize_along_n, quantize_along_t
 
 
-def rows_times_joined(
+@torch.library.custom_op("mxfp8_titan::reference_y", mutates_args=())
+def reference_y(
     x: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype
 ) -> Tensor:
     """x_along_k @ w_along_k^T (T, N), for the rows of each expert if there are groups."""
     return _rows_times(x, quantize_along_k(_joined(ws), rounding), group_ends, rounding, out_dtype)
 
 
-def _joined_out(
-    x: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype
-) -> Tensor:
+@reference_y.register_fake
+def _(x: Tensor, ws: list[Tensor], group_ends: Tensor | None, rounding: str, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[0], sum(w.shape[-2] for w in ws)), dtype=out_dtype)
-
-
-for _name in ("reference_y", "reference_grouped_y"):
-    torch.library.custom_op("mxfp8_titan::" + _name, rows_times_joined, mutates_args=()).register_fake(_joined_out)
 
 
 @torch.library.custom_op("mxfp8_titan::reference_dx", mutates_args=())
@@ -84,7 +80,7 @@ def _tokens(x: Tensor, for_dw: bool) -> Tokens:
 
 
 def _y(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-    return _FORWARD.for_groups(group_ends)(*rows, list(weights), group_ends, recipe.rounding, out_dtype)
+    return torch.ops.mxfp8_titan.reference_y(*rows, list(weights), group_ends, recipe.rounding, out_dtype)
 
 
 def _dx(rows: Operand, weights: Operand, group_ends: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
@@ -112,8 +108,6 @@ def _swiglu_backward(
     return _tokens(dh13, for_dw13), (silu * h3,)
 
 
-_FORWARD = ForwardOps(torch.ops.mxfp8_titan.reference_y.default, torch.ops.mxfp8_titan.reference_grouped_y.default)
-
 REFERENCE = Backend(
     name="reference",
     home="mxfp8_titan.backends.reference:REFERENCE",
@@ -128,5 +122,5 @@ REFERENCE = Backend(
     dw=_dw,
     swiglu=_swiglu,
     swiglu_backward=_swiglu_backward,
-    forward_ops=_FORWARD,
+    saved_ops=(torch.ops.mxfp8_titan.reference_y.default,),
 )

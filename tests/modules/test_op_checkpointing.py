@@ -79,8 +79,8 @@ def gradients(device, monkeypatch):
 @pytest.mark.gpu
 def test_what_is_saved_for_backward_is_what_backward_finds(unchanged, gradients):
     gradients(*OP_CHECKPOINTING)
-    # The experts' two products of each layer, at least.
-    assert len(unchanged) >= 4
+    # Attention's outputs, at least.
+    assert unchanged
     assert all(unchanged)
 
 
