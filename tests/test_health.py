@@ -37,7 +37,8 @@ class Block(nn.Module):
 def _converter(health_every):
     what = {"moe_fqns_prototype": "experts", "filter_fqns": "router"}
     mx = MX(recipe_name="mxfp8_emulated_rceil", health_every=health_every, **what)
-    config = SimpleNamespace(mx=mx, parallelism=SimpleNamespace(tensor_parallel_degree=1, expert_parallel_degree=1))
+    parallelism = SimpleNamespace(tensor_parallel_degree=1, expert_parallel_degree=1)
+    config = SimpleNamespace(mx=mx, model=SimpleNamespace(name="llama4"), parallelism=parallelism)
     return MXConverter(config, None)
 
 
