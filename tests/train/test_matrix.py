@@ -74,9 +74,13 @@ def test_clipping_sees_the_norm_over_all_meshes(name, results):
 def test_every_adamw_takes_both_meshes_and_makes_fused_s_first_step(name, results):
     # As a whole: AdamW divides single elements by roots of squares that are as small as their rounding.
     assert _error(results[name]["first_weights"], results["ep"]["first_weights"]) < 1e-6
-    # Later, weights that differ in their last bit are other FP8 numbers here and there.
     assert results[name]["losses"][0] == results["ep"]["losses"][0]
-    assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-3)
+    if torch.cuda.is_available():
+        # Fused AdamW rounds elsewhere there, and weights that differ in a last bit are other FP8 numbers now and then.
+        assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-3)
+    else:
+        assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-5)
+        assert _error(results[name]["weights"], results["ep"]["weights"]) < 1e-4
 
 
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(results):
