@@ -1,13 +1,12 @@
 """MXConverter, what `--model.converters=mx` runs: check, plan, swap, one summary."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.metadata import version
 
 import torch
 import torchtitan
 from torch import nn
-from torch._ops import OpOverload
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import MoE
@@ -121,7 +120,7 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _save_forward_gemms_under_op_checkpointing(model_name: str, ops: Iterable[OpOverload], save: bool) -> None:
+def _save_forward_gemms_under_op_checkpointing(model_name: str, ops: Iterable[Callable], save: bool) -> None:
     """Tell torchtitan's `op` activation checkpointing whether to save these GEMMs' outputs, as it does aten.mm's.
 
     model_name: one of MODELS; another has no list that is known here, and nothing of ours is saved

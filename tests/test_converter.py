@@ -1,6 +1,7 @@
 import copy
 import importlib
 import logging
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,11 @@ import torch
 from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama4 import llama4_args
-from torchtitan.models.llama4.infra import parallelize
 from torchtitan.models.llama4.model.model import Transformer
 from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 
 from mxfp8_titan import plugin
-from mxfp8_titan.converter import MXConverter
+from mxfp8_titan.converter import MODELS, MXConverter
 from mxfp8_titan.modules.experts import MXFP8GroupedExperts
 from mxfp8_titan.modules.linear import MXFP8Linear
 
@@ -145,8 +145,10 @@ def test_scout_flavors_have_the_real_layers():
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(4.43e9, rel=0.01)
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("experts", [False, True])
-def test_per_op_checkpointing_saves_the_forward_gemms_of_models_without_experts(experts, monkeypatch):
+def test_per_op_checkpointing_saves_the_forward_gemms_of_models_without_experts(experts, name, monkeypatch):
+    parallelize = import_module(f"torchtitan.models.{name}.infra.parallelize")
     y, dx = torch.ops.mxfp8_titan.reference_y.default, torch.ops.mxfp8_titan.reference_dx.default
     # An earlier conversion may have put it there; this one decides.
     for before in (set(), {y}):
@@ -154,7 +156,7 @@ def test_per_op_checkpointing_saves_the_forward_gemms_of_models_without_experts(
         model = _model()
         if not experts:
             del model.layers["1"]
-        build_model_converters(_config(*EMULATED), None).convert(model)
+        build_model_converters(_config(*EMULATED, f"--model.name={name}"), None).convert(model)
         assert (y in parallelize._op_sac_save_list) != experts
         assert dx not in parallelize._op_sac_save_list
 

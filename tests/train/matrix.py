@@ -37,8 +37,9 @@ WATCHED = ("layers.1.moe.router.gate.weight", "layers.0.attention.wq.weight", "t
            "layers.0.feed_forward.w2.weight", "layers.1.moe.experts.w2", "layers.1.moe.experts.w1")  # fmt: skip
 MAX_NORM = 0.05
 STEPS = 3
-ROWS, TOKENS = 2, 48
-"""Of a rank's batch; their product is no dim of any weight. Rows that a rank's experts get can be."""
+ROWS, TOKENS = 2, 24
+"""Of a rank's batch: so few that neither they nor the padded rows that a rank's experts get, at most both ranks' and
+128 more, reach a dim of any weight, and a tensor's shape tells what it is."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Case:
     everything_to_one_expert: bool = False
     alignment: int = 8
     microbatches: int = 1
+    gradients_of: str = ""
+    """An earlier case whose gradients the optimizer gets, instead of this one's."""
 
 
 ALWAYS = "--parallelism.fsdp_reshard_after_forward=always"
@@ -63,8 +66,8 @@ CASES = {
     "reshard_always_ac_every_second": Case((ALWAYS, *SELECTIVE, "--activation_checkpoint.selective_ac_option=2")),
     "accumulated": Case(microbatches=2),
     "ep": Case(EP),
-    "ep_foreach": Case((*EP, "--optimizer.implementation=foreach")),
-    "ep_for_loop_groups_of_128": Case((*EP, "--optimizer.implementation=for-loop"), alignment=128),
+    "ep_foreach": Case((*EP, "--optimizer.implementation=foreach"), gradients_of="ep"),
+    "ep_for_loop_groups_of_128": Case((*EP, "--optimizer.implementation=for-loop"), alignment=128, gradients_of="ep"),
     "one_expert": Case(everything_to_one_expert=True),
     "ep_one_expert": Case(EP, everything_to_one_expert=True),
     "tp": Case(("--parallelism.tensor_parallel_degree=2",)),
@@ -112,7 +115,12 @@ def full(t: torch.Tensor) -> torch.Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().cpu().clone()
 
 
-def run(case: Case, recipe: str, weights: dict, device) -> dict:
+def local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def run(case: Case, recipe: str, weights: dict, device, given: list[list[torch.Tensor]] | None = None) -> dict:
+    """given: for each step this rank's part of each gradient, which the optimizer gets"""
     config = job(case, recipe)
     p = config.parallelism
     dims = ParallelDims(
@@ -139,7 +147,7 @@ def run(case: Case, recipe: str, weights: dict, device) -> dict:
     batches = 2 if dims.dp_enabled else 1
     rank = dist.get_rank() if dims.dp_enabled else 0
     tokens = torch.randint(0, 256, (STEPS, batches, ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    result = {"losses": [], "norms": []}
+    result = {"losses": [], "norms": [], "local_gradients": []}
     with dist_utils.get_train_context(dims.tp_enabled)():
         for step in range(STEPS):
             ops, saved = Ops(), []
@@ -163,6 +171,10 @@ def run(case: Case, recipe: str, weights: dict, device) -> dict:
                 result["grads"] = {name: full(parameters[name].grad) for name in WATCHED}
                 result["dtypes"] = sorted({str(t.dtype) for p in parameters.values() for t in (p, p.grad)})
                 result["ops"], result["sizes"] = ops.count, sorted(ops.sizes)
+            parts = [local(p.grad) for p in model.parameters()]
+            result["local_gradients"].append([part.clone() for part in parts])
+            if given is not None:
+                torch._foreach_copy_(parts, given[step])
             norm = dist_utils.clip_grad_norm_(
                 list(model.parameters()), MAX_NORM, foreach=True, ep_enabled=dims.ep_enabled
             )
@@ -172,8 +184,6 @@ def run(case: Case, recipe: str, weights: dict, device) -> dict:
             result["losses"].append(float(loss))
             optimizers.step()
             optimizers.zero_grad()
-            if step == 0:
-                result["first_weights"] = {name: full(p) for name, p in named_parameters(model)}
     result["weights"] = {name: full(p) for name, p in named_parameters(model)}
     moe_utils.set_token_group_alignment_size_m(8)
     return result
@@ -192,22 +202,8 @@ def kept_weights(saved: list[torch.Tensor], weights: dict) -> int:
     """Bytes that converted layers' unsharded weights still take when forward is over."""
     shapes = {w.shape for name, w in weights.items() if name.startswith("layers.0.") and w.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
-    # Not counted: DTensors, which tensor parallelism keeps, and what FSDP2 has freed, whose storage is empty.
-    found = {
-        t.untyped_storage()._cdata: t
-        for t in saved
-        if t.shape in shapes and not isinstance(t, DTensor) and t.untyped_storage().nbytes()
-    }
-    matrices = [w for w in weights.values() if w.dim() == 2]
-    return sum(t.untyped_storage().nbytes() for t in found.values() if any(_resembles(t, w) for w in matrices))
-
-
-def _resembles(t: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether t is w or its transpose, perhaps scaled block by block; tokens that have its shape are not."""
-    return any(
-        form.shape == t.shape and torch.cosine_similarity(t.float().flatten(), form.float().flatten(), 0) > 0.5
-        for form in (w, w.t())
-    )
+    found = {t.untyped_storage()._cdata: t for t in saved if t.shape in shapes}
+    return sum(t.untyped_storage().nbytes() for t in found.values())
 
 
 def main(path: str, recipe: str) -> None:
@@ -220,7 +216,12 @@ def main(path: str, recipe: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     llama4_args["matrix"] = replace(llama4_args["debugmodel"], n_layers=2)
     weights = full_weights(device)
-    results = {name: run(case, recipe, weights, device) for name, case in CASES.items()}
+    results = {}
+    for name, case in CASES.items():
+        given = results[case.gradients_of]["local_gradients"] if case.gradients_of else None
+        results[name] = run(case, recipe, weights, device, given)
+    for result in results.values():
+        del result["local_gradients"]
     if dist.get_rank() == 0:
         torch.save(results, path)
     dist.destroy_process_group()

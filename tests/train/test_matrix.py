@@ -71,16 +71,13 @@ def test_clipping_sees_the_norm_over_all_meshes(name, results):
 
 
 @pytest.mark.parametrize("name", ["ep_foreach", "ep_for_loop_groups_of_128"])
-def test_every_adamw_takes_both_meshes_and_makes_fused_s_first_step(name, results):
+def test_every_adamw_takes_both_meshes_and_gives_fused_s_weights(name, results):
+    # From the same gradients: weights that differ in a last bit are other FP8 numbers now and then, and so are theirs.
     # As a whole: AdamW divides single elements by roots of squares that are as small as their rounding.
-    assert _error(results[name]["first_weights"], results["ep"]["first_weights"]) < 1e-6
-    assert results[name]["losses"][0] == results["ep"]["losses"][0]
-    if torch.cuda.is_available():
-        # Fused AdamW rounds elsewhere there, and weights that differ in a last bit are other FP8 numbers now and then.
-        assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-3)
-    else:
-        assert results[name]["losses"] == pytest.approx(results["ep"]["losses"], abs=1e-5)
-        assert _error(results[name]["weights"], results["ep"]["weights"]) < 1e-4
+    assert _error(results[name]["weights"], results["ep"]["weights"]) < 1e-6
+    # On a GPU fused AdamW rounds elsewhere, and later losses of equal weights may show it.
+    last = 1 if torch.cuda.is_available() else None
+    assert results[name]["losses"][:last] == pytest.approx(results["ep"]["losses"][:last], abs=1e-5)
 
 
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(results):
