@@ -24,7 +24,7 @@ from mxfp8_titan.compare_runs import (
     variant_job,
 )
 from mxfp8_titan.job_args import flag_values
-from mxfp8_titan.launch import ROOT, Machine, check, this_machine
+from mxfp8_titan.launch import ROOT, Machine, check_all, this_machine
 from mxfp8_titan.report.comparison import AGAIN, BASELINE, Run, make_rows
 from mxfp8_titan.report.draw import draw_breakdowns, draw_losses, draw_speeds
 from mxfp8_titan.report.facts import gather_facts
@@ -156,9 +156,11 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
     }
     stamps = {name: stamp(job.command, facts, settings.cold) for name, job in jobs.items()}
     pending = [name for name, job in jobs.items() if not done_marker(job, stamps[name]).exists()]
+    if pending:
+        print(f"checking {', '.join(pending)}", flush=True)
     # All of them before the first, which removes what earlier runs of its name left.
-    for name in pending:
-        code = check(jobs[name])
+    for name, (code, said) in zip(pending, check_all([jobs[name] for name in pending]), strict=True):
+        sys.stderr.write(said)
         if code:
             print(f"error: {name} cannot start. Nothing was run, and what {settings.out} holds is as it was.",
                   file=sys.stderr)  # fmt: skip

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,9 @@ and the bf16 copy that FSDP2 gathers)."""
 SCOUT_WORKING_GIB = 36
 """What it needs on each rank beside that, for one sequence of 8192 tokens: activations, gathered weights, emulation's
 fp32 copies. Two H200s reserved 71.3 GiB each in emulation and 63.2 in bf16."""
+
+CHECKS_AT_ONCE = 4
+"""Each takes about 1 GiB of the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,22 @@ def _pipeline_stages(args: list[str]) -> int:
 
 def check(job: Job) -> int:
     """0, or the exit code of the job's check, which has said why the job could not start."""
+    return _run_check(job).returncode
+
+
+def check_all(jobs: list[Job]) -> list[tuple[int, str]]:
+    """Exit code and output of each job's check, in order. A check takes seconds, most of them imports: some run at
+    once."""
+    with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+        ended = list(pool.map(lambda job: _run_check(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), jobs))
+    return [(check.returncode, check.stdout) for check in ended]
+
+
+def _run_check(job: Job, **to: int) -> subprocess.CompletedProcess[str]:
+    if not job.check:
+        return subprocess.CompletedProcess([], 0, "")
     env = {**job.env, "WORLD_SIZE": str(job.processes)}
-    return subprocess.run(job.check, env=env, check=False).returncode if job.check else 0
+    return subprocess.run(job.check, env=env, check=False, text=True, errors="replace", **to)
 
 
 def run(job: Job, keep_open: tuple[int, ...] = ()) -> int:

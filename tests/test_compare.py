@@ -62,7 +62,7 @@ def test_arguments_that_cannot_be_used_are_refused(args, message, capsys):
 @pytest.fixture
 def made_up(monkeypatch):
     """Jobs that pass their check, end as they are made to, on a machine without facts."""
-    monkeypatch.setattr(compare, "check", lambda job: 0)
+    monkeypatch.setattr(compare, "check_all", lambda jobs: [(0, "") for job in jobs])
     monkeypatch.setattr(compare_runs, "finish", lambda log, code: code)
     monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
 
@@ -88,12 +88,15 @@ def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes
     kept[0].parent.mkdir()
     for file in kept:
         file.write_text("hours of GPU time")
-    monkeypatch.setattr(compare, "check", lambda job: 2 if "--model.converters=mx" in job.command else 0)
+    fails = {True: (2, "error: what is wrong"), False: (0, "")}
+    monkeypatch.setattr(compare, "check_all", lambda jobs: [fails["--model.converters=mx" in j.command] for j in jobs])
     monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: pytest.fail("something was run"))
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 2
     assert all(file.read_text() == "hours of GPU time" for file in kept)
-    assert "dense cannot start. Nothing was run" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("error: what is wrong") == 1
+    assert "dense cannot start. Nothing was run" in said
 
 
 def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_report(

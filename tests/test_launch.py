@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mxfp8_titan.launch import MXFP8_EVERYWHERE, Machine, make_job
+from mxfp8_titan.launch import MXFP8_EVERYWHERE, Job, Machine, check_all, make_job
 from tests.train.harness import import_paths
 
 CPU = Machine(gpus=0, gpu_gib=0, cores=8)
@@ -183,3 +183,16 @@ def test_a_reader_that_goes_away_ends_the_job(tmp_path):
     launcher.stdout.close()
     assert launcher.wait(timeout=20) == 128 + signal.SIGPIPE
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_checks_run_side_by_side_and_their_outputs_do_not_mix(tmp_path):
+    # Each waits for the other to have begun.
+    code = (
+        "import sys, time; from pathlib import Path; here, other, end = sys.argv[1:]; print(end, flush=True); "
+        "Path(here).touch()\nwhile not Path(other).exists(): time.sleep(0.01)\nsys.exit(end)"
+    )
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    checks = [[sys.executable, "-c", code, *args] for args in ((a, b, "first"), (b, a, "second"))]
+    jobs = [Job(["false"], dict(os.environ), tmp_path / "run.log", check=check) for check in checks]
+    jobs.append(Job(["false"], {}, tmp_path / "run.log"))
+    assert check_all(jobs) == [(1, "first\nfirst\n"), (1, "second\nsecond\n"), (0, "")]

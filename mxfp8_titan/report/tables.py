@@ -19,6 +19,8 @@ from mxfp8_titan.report.limits import GemmSpeedUps
 
 Table = list[tuple[str, ...]]
 NONE = "n/a"
+LOADING_SHARE = 0.1
+"""Part of a step that loading data may take the host without a word about it."""
 
 
 def speed_table(rows: list[Row]) -> Table:
@@ -119,6 +121,13 @@ def speed_notes(runs: list[Run], rows: list[Row], speed_ups: GemmSpeedUps | None
         said.append(
             f"Noise: the same bf16 run twice differs by {100 * abs(again.speedup - 1):.1f} % in speed and by up to "
             f"{again.largest_loss_gap:.4f} in loss; smaller differences mean nothing."
+        )
+    loading = {row.name: row.data_loading_ms / row.step_ms for row in rows}
+    waiting = [f"{name} {100 * share:.0f} %" for name, share in loading.items() if share > LOADING_SHARE]
+    if waiting:
+        said.append(
+            f"Loading data takes the host part of a step: {', '.join(waiting)}. The device waits for it after each "
+            "logged step at least; a larger --training.dataloader.num_workers loads ahead."
         )
     over = [row.name for row in rows if row.mfu_percent is not None and row.mfu_percent > 100]
     if over:

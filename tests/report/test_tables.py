@@ -61,6 +61,13 @@ def test_a_trace_that_is_not_of_the_measured_step_gives_no_limit_and_says_so():
     assert "has no trace" not in said
 
 
+def test_a_run_whose_host_is_slow_at_loading_data_is_named():
+    said = "Loading data takes the host part of a step: both 12 %. The device waits"
+    # 20 tokens on two devices that make 120 a second: 83.3 ms.
+    assert said in _markdown(_runs(steps=steps_of([1, 120, 120], loading_ms=10.0)))
+    assert "Loading data" not in _markdown(_runs(steps=steps_of([1, 120, 120], loading_ms=8.3)))
+
+
 def test_short_runs_are_not_to_be_judged_by_their_losses():
     warning = "Too short to judge losses by: 100 steps or more say something."
     for steps, warned in ((95, True), (100, False)):

@@ -48,6 +48,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name, saved, tmp
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_text_that_a_worker_loads_ahead_changes_no_loss_and_comes_again_after_a_resume(saved, tmp_path):
+    # As the Scout configurations load it.
+    _, whole = saved["mx"]
+    ahead = (*SAVE, *MX, "--training.dataloader.num_workers=1", "--training.steps=10")
+    assert train(tmp_path / "whole", *ahead).losses() == whole.losses()
+    resumed = train(only_step(tmp_path / "whole", 5, tmp_path / "resumed"), *ahead)
+    assert resumed.losses() == whole.losses(6)
+
+
 def _kill_while_it_saves(folder, step):
     """Starts a run and kills it with SIGKILL as soon as the first bytes of `step`'s checkpoint are written."""
     command = [sys.executable, *entry_args(*SAVE, *MX, "--training.steps=10")]
