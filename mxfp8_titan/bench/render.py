@@ -20,6 +20,8 @@ TITLES = {
 REPORTS = {
     "one_gpu": "End to end: one GPU",
     "one_gpu_ac_full": "End to end: one GPU, full activation checkpointing",
+    "one_gpu_ac_every_second": "End to end: one GPU, every second layer checkpointed",
+    "one_gpu_ac_op": "End to end: one GPU, per-op activation checkpointing",
 }
 """Folders with a comparison by scripts/compare.sh, whose report.md becomes a section."""
 
