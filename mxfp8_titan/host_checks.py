@@ -6,19 +6,23 @@ allowed values to keep up; where that is not possible, the range is written here
 
 import math
 import os
+import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxfp8_titan import local_text
+from mxfp8_titan import checkpoint_checks, local_text
 from mxfp8_titan.backends.select import current_device
 from mxfp8_titan.job_config import did_you_mean
 
@@ -35,6 +39,7 @@ def check(job_config: JobConfig, degrees: ParallelDims | None, model: nn.Module)
     if degrees is not None:
         _check_parallelism(job_config, degrees, model)
     _check_files(job_config)
+    checkpoint_checks.check(job_config, degrees)
     _check_what_the_host_cannot_do(job_config, model)
 
 
@@ -59,12 +64,25 @@ def _check_training(job_config: JobConfig, degrees: ParallelDims | None) -> None
         raise ValueError(f"lr_scheduler.warmup_steps is {warmup}, needs a whole number from 0 up")
     if training.global_batch_size == 0:
         raise ValueError("training.global_batch_size is 0, needs a whole number from 1 up, or -1 for one microbatch")
+    _check_loader(asdict(training.dataloader))
     builder = get_train_spec(job_config.model.name).build_optimizers_fn
     if degrees is not None and builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
         try:
             build_optimizers([nn.Linear(1, 1)], job_config.optimizer, degrees)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"[optimizer] cannot be used: {error}") from None
+
+
+def _check_loader(settings: dict[str, Any]) -> None:
+    if settings["num_workers"] > 0 and settings["prefetch_factor"] == 0:
+        raise ValueError("training.dataloader.prefetch_factor is 0, needs a whole number from 1 up")
+    try:
+        with warnings.catch_warnings():
+            # The job itself will say that there are more workers than cores.
+            warnings.simplefilter("ignore")
+            ParallelAwareDataloader([], dp_rank=0, dp_world_size=1, **settings)
+    except ValueError as error:
+        raise ValueError(f"[training.dataloader] cannot be used: {error}") from None
 
 
 def _check_recomputation_and_compilation(job_config: JobConfig) -> None:
@@ -128,18 +146,6 @@ def _check_files(job_config: JobConfig) -> None:
             f"model.hf_assets_path is {assets}, needs a folder with a tokenizer, or {local_text.TOKENIZER_PATH} for "
             "one trained on local text"
         )
-    checkpoint = job_config.checkpoint
-    if not checkpoint.enable:
-        return
-    folder = Path(job_config.job.dump_folder, checkpoint.folder)
-    if folder.is_dir():
-        if checkpoint.load_step != -1 and not (folder / f"step-{checkpoint.load_step}").is_dir():
-            found = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
-            raise ValueError(
-                f"checkpoint.load_step is {checkpoint.load_step}, needs a checkpoint that exists in {folder}: {found}"
-            )
-    elif checkpoint.initial_load_path and not Path(checkpoint.initial_load_path).is_dir():
-        raise ValueError(f"checkpoint.initial_load_path is {checkpoint.initial_load_path}, needs a folder that exists")
 
 
 def _check_can_be_written(name: str, path: Path, is_folder: bool) -> None:

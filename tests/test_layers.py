@@ -43,7 +43,8 @@ ALLOWED = {
     "plugin": {"converter", "flavors", "local_text", "model_specs"},
     "cpu_host": set(),
     "job_args": {"job_config"},
-    "host_checks": {"backends", "job_config", "local_text"},
+    "checkpoint_checks": {"job_config"},
+    "host_checks": {"checkpoint_checks", "backends", "job_config", "local_text"},
     "preflight": {
         "host_checks",
         "plugin",

@@ -57,6 +57,17 @@ def test_text_that_a_worker_loads_ahead_changes_no_loss_and_comes_again_after_a_
     assert resumed.losses() == whole.losses(6)
 
 
+def test_another_number_of_workers_begins_the_text_anew_and_keeps_the_rest(saved, tmp_path):
+    folder, whole = saved["mx"]
+    other = (*SAVE, *MX, "--training.dataloader.num_workers=1", "--training.steps=7")
+    refused = train(only_step(folder, 5, tmp_path), *other, fails=True)
+    assert "num_workers is 1 and" in refused.output
+    assert not refused.steps
+    anew = train(tmp_path, *other, "--checkpoint.exclude_from_loading=dataloader")
+    assert [step.step for step in anew.steps] == [6, 7]
+    assert anew.losses() != whole.losses(6)[:2]
+
+
 def _kill_while_it_saves(folder, step):
     """Starts a run and kills it with SIGKILL as soon as the first bytes of `step`'s checkpoint are written."""
     command = [sys.executable, *entry_args(*SAVE, *MX, "--training.steps=10")]

@@ -15,6 +15,7 @@ from mxfp8_titan.job_config import MX as Settings
 from tests.train.harness import DEBUG, ROOT, entry_args
 
 MX = "--model.converters=mx"
+WORKER = "--training.dataloader.num_workers=1"
 AC = "--activation_checkpoint.mode=selective"
 
 
@@ -82,6 +83,13 @@ def _refused(capsys, *flags, config=DEBUG):
         (["--training.max_norm=-1"], "training.max_norm is -1.0, needs more than 0"),
         (["--training.seq_len=65"], "training.seq_len is 65, needs a multiple of 2"),
         (["--lr_scheduler.warmup_steps=-5"], "lr_scheduler.warmup_steps is -5"),
+        (
+            ["--training.dataloader.num_workers=-1"],
+            "training.dataloader. cannot be used: num_workers option should be non",
+        ),
+        ([WORKER, "--training.dataloader.prefetch_factor=-2"], "training.dataloader. cannot be used: prefetch_factor"),
+        ([WORKER, "--training.dataloader.prefetch_factor=0"], "prefetch_factor is 0, needs a whole number from 1 up"),
+        (["--training.dataloader.num_worker=1"], "Did you mean --training.dataloader.num.workers?"),
         (["--optimizer.name=Lion"], "Optimizer Lion not added"),
         (["--optimizer.lr=-1"], "Invalid learning rate"),
         (["--optimizer.beta1=2"], "Invalid beta"),
