@@ -134,21 +134,22 @@ def _pipeline_stages(args: list[str]) -> int:
 
 def check(job: Job) -> int:
     """0, or the exit code of the job's check, which has said why the job could not start."""
-    return _run_check(job).returncode
+    return _run_check(job, keep_output=False).returncode
 
 
 def check_all(jobs: list[Job]) -> list[tuple[int, str]]:
-    """Exit code and output of each job's check, in order. A check takes seconds, most of them imports: some run at
-    once."""
+    """Exit code and output (stdout and stderr in one) of each job's check, in the order of `jobs`. A check takes
+    seconds, most of them imports: CHECKS_AT_ONCE run at a time."""
     with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
-        ended = list(pool.map(lambda job: _run_check(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), jobs))
-    return [(check.returncode, check.stdout) for check in ended]
+        ended = list(pool.map(lambda job: _run_check(job, keep_output=True), jobs))
+    return [(done.returncode, done.stdout) for done in ended]
 
 
-def _run_check(job: Job, **to: int) -> subprocess.CompletedProcess[str]:
+def _run_check(job: Job, keep_output: bool) -> subprocess.CompletedProcess[str]:
     if not job.check:
         return subprocess.CompletedProcess([], 0, "")
     env = {**job.env, "WORLD_SIZE": str(job.processes)}
+    to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if keep_output else {}
     return subprocess.run(job.check, env=env, check=False, text=True, errors="replace", **to)
 
 

@@ -88,13 +88,18 @@ def test_a_job_that_cannot_start_stops_the_comparison_before_any_run_and_removes
     kept[0].parent.mkdir()
     for file in kept:
         file.write_text("hours of GPU time")
-    fails = {True: (2, "error: what is wrong"), False: (0, "")}
-    monkeypatch.setattr(compare, "check_all", lambda jobs: [fails["--model.converters=mx" in j.command] for j in jobs])
+
+    def checked(jobs):
+        converted = ["--model.converters=mx" in job.command for job in jobs]
+        return [(2, "error: what is wrong\n") if mx else (0, "warning: of bf16\n") for mx in converted]
+
+    monkeypatch.setattr(compare, "check_all", checked)
     monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: pytest.fail("something was run"))
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 2
     assert all(file.read_text() == "hours of GPU time" for file in kept)
     said = capsys.readouterr().err
+    assert "warning: of bf16" in said
     assert said.count("error: what is wrong") == 1
     assert "dense cannot start. Nothing was run" in said
 

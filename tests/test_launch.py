@@ -189,7 +189,9 @@ def test_checks_run_side_by_side_and_their_outputs_do_not_mix(tmp_path):
     # Each waits for the other to have begun.
     code = (
         "import sys, time; from pathlib import Path; here, other, end = sys.argv[1:]; print(end, flush=True); "
-        "Path(here).touch()\nwhile not Path(other).exists(): time.sleep(0.01)\nsys.exit(end)"
+        "Path(here).touch(); until = time.monotonic() + 20\n"
+        "while not Path(other).exists():\n  if time.monotonic() > until: sys.exit('alone')\n  time.sleep(0.01)\n"
+        "sys.exit(end)"
     )
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     checks = [[sys.executable, "-c", code, *args] for args in ((a, b, "first"), (b, a, "second"))]

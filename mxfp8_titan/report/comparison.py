@@ -44,8 +44,8 @@ class Row:
     total_tps: float
     """Of all devices, median."""
     step_ms: float
-    data_loading_ms: float
-    """Of the host, a step."""
+    loading_share: float
+    """Part of the time that the host spent in the data loader: median over the measured intervals."""
     speedup: float
     """median_tps over the baseline's."""
     limit: Limit | None
@@ -112,7 +112,7 @@ def _row(run: Run, base: Run, warm_up: int, device: str, noise: float | None, sp
         max_tps=max(speeds),
         total_tps=median(speeds) * run.devices,
         step_ms=_step_ms(run, median(speeds)),
-        data_loading_ms=median(step.data_loading_ms for step in intervals),
+        loading_share=median(step.loading_share for step in intervals),
         speedup=median(speeds) / base_speed,
         limit=limit(_step_ms(base, base_speed), base.breakdown, run.breakdown, run.inventory, speed_ups)
         if speed_ups and base.breakdown

@@ -16,8 +16,9 @@ class Logged:
     tflops: float
     reserved_gib: float
     active_gib: float
-    data_loading_ms: float
-    """A step's mean time in the host's data loader, whether or not the device waits for it."""
+    loading_share: float
+    """Part of the time since the last logged step that the host spent in the data loader, whether or not the device
+    waited for it."""
     compilations: int = 0
     """Graphs and kernels compiled since the last logged step, autotuning's included."""
     imbalance: float | None = None
@@ -41,7 +42,7 @@ def read_metrics(path: Path, last_step: int) -> list[Logged]:
             tflops=line["tflops"],
             reserved_gib=line["memory/max_reserved(GiB)"],
             active_gib=line["memory/max_active(GiB)"],
-            data_loading_ms=1000 * line["time_metrics/data_loading(s)"],
+            loading_share=line["time_metrics/data_loading(%)"] / 100,
             compilations=line.get("compile/count", 0),
             imbalance=line.get("routing/max_over_mean"),
         )

@@ -20,7 +20,7 @@ from mxfp8_titan.report.limits import GemmSpeedUps
 Table = list[tuple[str, ...]]
 NONE = "n/a"
 LOADING_SHARE = 0.1
-"""Part of a step that loading data may take the host without a word about it."""
+"""Part of the time that loading data may take the host without a word about it."""
 
 
 def speed_table(rows: list[Row]) -> Table:
@@ -122,12 +122,11 @@ def speed_notes(runs: list[Run], rows: list[Row], speed_ups: GemmSpeedUps | None
             f"Noise: the same bf16 run twice differs by {100 * abs(again.speedup - 1):.1f} % in speed and by up to "
             f"{again.largest_loss_gap:.4f} in loss; smaller differences mean nothing."
         )
-    loading = {row.name: row.data_loading_ms / row.step_ms for row in rows}
-    waiting = [f"{name} {100 * share:.0f} %" for name, share in loading.items() if share > LOADING_SHARE]
+    waiting = [f"{row.name} {100 * row.loading_share:.0f} %" for row in rows if row.loading_share > LOADING_SHARE]
     if waiting:
         said.append(
-            f"Loading data takes the host part of a step: {', '.join(waiting)}. The device waits for it after each "
-            "logged step at least; a larger --training.dataloader.num_workers loads ahead."
+            f"Part of the time that the host spends loading data: {', '.join(waiting)}. After each logged step, at "
+            "least, the device waits for it; a larger --training.dataloader.num_workers loads ahead."
         )
     over = [row.name for row in rows if row.mfu_percent is not None and row.mfu_percent > 100]
     if over:

@@ -8,12 +8,12 @@ from mxfp8_titan.report.trace import GPU, Breakdown
 H200 = "1 x NVIDIA H200"
 
 
-def steps_of(speeds, first=10.0, losses=None, every=5, compiled=(), loading_ms=1.0):
+def steps_of(speeds, first=10.0, losses=None, every=5, compiled=(), loading=0.01):
     """Step 1, and one logged step for each speed; `compiled` are the steps whose interval compiled something."""
     numbers = [1, *(every * (i + 1) for i in range(len(speeds)))]
     losses = losses or [8.0] * len(numbers)
     return [
-        Logged(n, loss, tps, tps / 1000, 50.0 + n, 40.0, loading_ms, 1 if n in compiled else 0, 1.5)
+        Logged(n, loss, tps, tps / 1000, 50.0 + n, 40.0, loading, 1 if n in compiled else 0, 1.5)
         for n, loss, tps in zip(numbers, losses, [first, *speeds], strict=True)
     ]
 

@@ -8,7 +8,7 @@ from tests.report.runs import steps_of
 RECORDED = {
     "step": 1, "loss_metrics/global_avg_loss": 7.123456, "throughput(tps)": 100.5, "tflops": 2.0,
     "memory/max_reserved(GiB)": 3.0, "memory/max_active(GiB)": 2.5,
-    "time_metrics/data_loading(s)": 0.125, "lr": 1e-4,
+    "time_metrics/data_loading(%)": 12.5, "lr": 1e-4,
 }  # fmt: skip
 
 
@@ -17,8 +17,8 @@ def test_metrics_are_read_as_they_were_recorded_and_traced_steps_left_out(tmp_pa
     lines = [RECORDED, RECORDED | {"step": 8} | extra, RECORDED | {"step": 12}]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_metrics(tmp_path / "m.jsonl", last_step=8) == [
-        Logged(1, 7.123456, 100.5, 2.0, 3.0, 2.5, 125.0, 0, None),
-        Logged(8, 7.123456, 100.5, 2.0, 3.0, 2.5, 125.0, 2, 1.25),
+        Logged(1, 7.123456, 100.5, 2.0, 3.0, 2.5, 0.125, 0, None),
+        Logged(8, 7.123456, 100.5, 2.0, 3.0, 2.5, 0.125, 2, 1.25),
     ]
 
 

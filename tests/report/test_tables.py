@@ -62,10 +62,9 @@ def test_a_trace_that_is_not_of_the_measured_step_gives_no_limit_and_says_so():
 
 
 def test_a_run_whose_host_is_slow_at_loading_data_is_named():
-    said = "Loading data takes the host part of a step: both 12 %. The device waits"
-    # 20 tokens on two devices that make 120 a second: 83.3 ms.
-    assert said in _markdown(_runs(steps=steps_of([1, 120, 120], loading_ms=10.0)))
-    assert "Loading data" not in _markdown(_runs(steps=steps_of([1, 120, 120], loading_ms=8.3)))
+    said = "Part of the time that the host spends loading data: "
+    assert f"{said}both 12 %. After each" in _markdown(_runs(steps=steps_of([1, 120, 120], loading=0.12)))
+    assert said not in _markdown(_runs(steps=steps_of([1, 120, 120], loading=0.1)))
 
 
 def test_short_runs_are_not_to_be_judged_by_their_losses():

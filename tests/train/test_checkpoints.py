@@ -48,13 +48,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name, saved, tmp
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_text_that_a_worker_loads_ahead_changes_no_loss_and_comes_again_after_a_resume(saved, tmp_path):
-    # As the Scout configurations load it.
-    _, whole = saved["mx"]
-    ahead = (*SAVE, *MX, "--training.dataloader.num_workers=1", "--training.steps=10")
-    assert train(tmp_path / "whole", *ahead).losses() == whole.losses()
-    resumed = train(only_step(tmp_path / "whole", 5, tmp_path / "resumed"), *ahead)
-    assert resumed.losses() == whole.losses(6)
+@pytest.fixture(scope="module")
+def loaded_ahead(tmp_path_factory):
+    """The same ten steps with text loaded as the Scout configurations do, and the flags for it."""
+    folder = tmp_path_factory.mktemp("ahead")
+    flags = (*SAVE, *MX, "--training.dataloader.num_workers=1", "--training.steps=10")
+    return folder, train(folder, *flags), flags
+
+
+def test_text_that_a_worker_loads_ahead_changes_no_loss(saved, loaded_ahead):
+    assert loaded_ahead[1].losses() == saved["mx"][1].losses()
+
+
+def test_text_loaded_ahead_goes_on_where_it_was_after_a_resume(saved, loaded_ahead, tmp_path):
+    folder, _, flags = loaded_ahead
+    assert train(only_step(folder, 5, tmp_path), *flags).losses() == saved["mx"][1].losses(6)
 
 
 def test_another_number_of_workers_begins_the_text_anew_and_keeps_the_rest(saved, tmp_path):
