@@ -3,6 +3,7 @@
 The launcher runs it once before it starts a process for each GPU. WORLD_SIZE is the number of processes to come.
 """
 
+import signal
 import sys
 
 from mxfp8_titan.train import check_or_refuse, parse_or_refuse, prepare_host
@@ -10,8 +11,12 @@ from mxfp8_titan.train import check_or_refuse, parse_or_refuse, prepare_host
 
 def main() -> None:
     """Check the job on the command line."""
-    prepare_host()
-    check_or_refuse(parse_or_refuse(sys.argv[1:]))
+    try:
+        prepare_host()
+        check_or_refuse(parse_or_refuse(sys.argv[1:]))
+    except KeyboardInterrupt:
+        # Whoever started it says so.
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from mxfp8_titan.compare_runs import (
     variant_job,
 )
 from mxfp8_titan.job_args import flag_values
-from mxfp8_titan.launch import ROOT, Machine, check_all, this_machine
+from mxfp8_titan.launch import INTERRUPTED, ROOT, Machine, check_all, run, this_machine
 from mxfp8_titan.report.comparison import AGAIN, BASELINE, Run, make_rows
 from mxfp8_titan.report.draw import draw_breakdowns, draw_losses, draw_speeds
 from mxfp8_titan.report.facts import gather_facts
@@ -149,7 +149,7 @@ def compare(settings: Settings, machine: Machine) -> int:
 def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, ...]) -> int:
     facts = gather_facts(ROOT, machine.gpus, machine.cores, settings.commit)
     facts["compile caches"] = "empty before each run" if settings.cold else "as they were"
-    start = [] if machine.gpus else seed_checkpoint(settings, machine, facts, keep_open)
+    seed, start = (None, []) if machine.gpus else seed_checkpoint(settings, machine, facts)
     jobs = {
         name: variant_job(settings, machine, name, [*flags_of(settings, flags), *start])
         for name, flags in settings.variants.items()
@@ -158,8 +158,10 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
     pending = [name for name, job in jobs.items() if not done_marker(job, stamps[name]).exists()]
     if pending:
         print(f"checking {', '.join(pending)}", flush=True)
-    # All of them before the first, which removes what earlier runs of its name left.
-    for name, (code, said) in zip(pending, check_all([jobs[name] for name in pending]), strict=True):
+    # All of them before the first, which removes what earlier runs of its name left; without the seed checkpoint, which
+    # is not there yet.
+    unseeded = [variant_job(settings, machine, name, flags_of(settings, settings.variants[name])) for name in pending]
+    for name, (code, said) in zip(pending, check_all(unseeded), strict=True):
         sys.stderr.write(said)
         if code:
             print(f"error: {name} cannot start. Nothing was run, and what {settings.out} holds is as it was.",
@@ -167,6 +169,11 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
             return code
     for file in REPORT:
         (settings.out / file).unlink(missing_ok=True)
+    if seed and pending:
+        print("writing a seed checkpoint that every run starts from", flush=True)
+        code = run(seed, keep_open)
+        if code:
+            return code
     for number, (name, job) in enumerate(jobs.items(), 1):
         place = f"[{number}/{len(jobs)}] {name}"
         if name not in pending:
@@ -175,6 +182,9 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
         extra = f" and {settings.extra_steps} for the trace" if settings.extra_steps else ""
         print(f"{place}: {settings.steps} steps{extra}", flush=True)
         code = run_variant(job, settings, keep_open)
+        if code == INTERRUPTED:
+            print(f"{name} is not finished; no report. The same command goes on: finished runs are kept.")
+            return code
         if code:
             print(f"error: {name} failed; no report. {tail(job.log)}", file=sys.stderr)
             return code
@@ -211,6 +221,9 @@ def main() -> None:
         sys.exit(compare(parse(sys.argv[1:]), this_machine()))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        # While runs were checked.
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mxfp8_titan.job_args import flag_value
-from mxfp8_titan.launch import ROOT, Job, Machine, execute, make_job, run
+from mxfp8_titan.launch import ROOT, Job, Machine, execute, make_job
 from mxfp8_titan.report.comparison import Run
 from mxfp8_titan.report.facts import fingerprint, sources_hash
 from mxfp8_titan.report.finish import finish
@@ -180,24 +180,18 @@ def tail(log: Path) -> str:
     return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines)])
 
 
-def seed_checkpoint(
-    settings: Settings, machine: Machine, facts: dict[str, str], keep_open: tuple[int, ...]
-) -> list[str]:
-    """Flags that start every run from one checkpoint, written by one process: torch draws the same initial values on
-    every rank of a CPU."""
+def seed_checkpoint(settings: Settings, machine: Machine, facts: dict[str, str]) -> tuple[Job | None, list[str]]:
+    """The job that writes a checkpoint for every run to start from, on one process, None where it has been written; and
+    flags that start a run from it. On a CPU torch draws the same initial values on every rank."""
     flags = [*flags_of(settings, ""), *ON_ONE_PROCESS, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
     env = {**os.environ, "EXTRA_ARGS": "", "NGPU": "1", "LOG_DIR": str(settings.out)}
     config = flag_value(make_job(env, flags, machine).command, "job.config_file")
     folder = settings.out / f"{SEED}{settings.seed}-{stamp([f'--job.config_file={config}', *flags], facts, False)}"
     checkpoint = folder / CHECKPOINTS / "step-0"
-    if not (checkpoint / ".metadata").exists():
-        print("writing a seed checkpoint that every run starts from", flush=True)
-        job = make_job({**env, "LOG_DIR": str(folder)}, [*flags, f"--job.dump_folder={folder}"], machine)
-        code = run(job, keep_open)
-        if code:
-            sys.exit(code)
+    job = make_job({**env, "LOG_DIR": str(folder)}, [*flags, f"--job.dump_folder={folder}"], machine)
     # Nothing is saved: these runs are for the report.
-    return ["--checkpoint.enable", f"--checkpoint.initial_load_path={checkpoint}", "--checkpoint.load_only"]
+    start = ["--checkpoint.enable", f"--checkpoint.initial_load_path={checkpoint}", "--checkpoint.load_only"]
+    return None if (checkpoint / ".metadata").exists() else job, start
 
 
 def finished(settings: Settings, name: str, job: Job) -> Run:

@@ -44,7 +44,14 @@ def check(job_config: JobConfig, degrees: ParallelDims | None, model: nn.Module)
 
 
 def without_effect(job_config: JobConfig, model: nn.Module) -> Iterator[str]:
-    """A sentence where activation checkpointing reaches no layer: torchtitan recomputes every n-th of a process."""
+    """A sentence for each setting of the host's that changes nothing in this job."""
+    loader = job_config.training.dataloader
+    if loader.num_workers == 0 and (loader.persistent_workers or loader.prefetch_factor is not None):
+        yield (
+            "training.dataloader.persistent_workers and prefetch_factor are for workers, and num_workers is 0: text "
+            "will be loaded in the step"
+        )
+    # torchtitan recomputes every n-th layer of a process.
     checkpointing = job_config.activation_checkpoint
     every = checkpointing.selective_ac_option
     if checkpointing.mode == "selective" and every.isdecimal():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mxfp8_titan.job_args import flag_values, read_toml
-from mxfp8_titan.report.finish import finish
+from mxfp8_titan.report.finish import STOPS, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +47,8 @@ SCOUT_WORKING_GIB = 36
 """What it needs on each rank beside that, for one sequence of 8192 tokens: activations, gathered weights, emulation's
 fp32 copies. Two H200s reserved 71.3 GiB each in emulation and 63.2 in bf16."""
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C."""
 CHECKS_AT_ONCE = 4
 """Each takes about 1 GiB of the host's memory."""
 
@@ -178,7 +180,7 @@ def execute(job: Job, keep_open: tuple[int, ...] = ()) -> int:
             # torchrun ends its workers on a TERM.
             child.terminate()
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, pass_on) for number in STOPS}
     with open(job.log, "w", buffering=1) as log:
         log.write(f"$ {shlex.join(job.command)}\n")
         # In a session of its own, so that Ctrl-C comes through here and is passed on once.
@@ -198,8 +200,10 @@ def execute(job: Job, keep_open: tuple[int, ...] = ()) -> int:
                 child.terminate()
             for line in child.stdout:
                 log.write(line)
-                sys.stdout.write(line)
-                sys.stdout.flush()
+                # torchrun's traceback of being told to end is for the log.
+                if not told:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
         except BrokenPipeError:
             # `llama4.sh | head`: end as a program that writes to a closed pipe does, without a second complaint.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -269,10 +273,17 @@ def _environment(env: Mapping[str, str], machine: Machine, processes: int) -> di
 
 def main() -> None:
     """Run the job that the environment and the command line ask for; exit as it does."""
-    flags = sys.argv[1:]
+    try:
+        sys.exit(_launch(sys.argv[1:]))
+    except KeyboardInterrupt:
+        # Before the job began: from then on it is told.
+        sys.exit(INTERRUPTED)
+
+
+def _launch(flags: list[str]) -> int:
     if flags and flags[0] in ("-h", "--help"):
         print(USAGE, end="")
-        return
+        return 0
     try:
         job = make_job(os.environ, flags, this_machine())
         job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +291,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except OSError as error:
         sys.exit(f"error: the log folder (LOG_DIR) cannot be made: {error}")
-    sys.exit(run(job))
+    return run(job)
 
 
 if __name__ == "__main__":

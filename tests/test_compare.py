@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -121,6 +122,22 @@ def test_a_failed_run_stops_the_comparison_with_its_log_s_tail_and_without_a_rep
     assert "line 99" in said
     assert "line 70" not in said
     assert not (tmp_path / "report.md").exists()
+
+
+def test_a_comparison_that_is_stopped_did_not_fail(tmp_path, monkeypatch, made_up, capsys):
+    monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: 128 + signal.SIGINT)
+    settings = replace(compare.parse([]), out=tmp_path)
+    assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 128 + signal.SIGINT
+    said = capsys.readouterr()
+    assert "bf16 is not finished; no report. The same command goes on" in said.out
+    assert "failed" not in said.out + said.err
+
+
+def test_no_seed_checkpoint_is_written_for_runs_that_cannot_start(tmp_path, monkeypatch, made_up):
+    monkeypatch.setattr(compare, "check_all", lambda jobs: [(2, "error: a typo\n") for _ in jobs])
+    monkeypatch.setattr(compare, "run", lambda *_: pytest.fail("something was run"))
+    settings = replace(compare.parse([]), out=tmp_path)
+    assert compare.compare(settings, Machine(gpus=0, gpu_gib=0, cores=2)) == 2
 
 
 def test_a_toml_edited_while_runs_go_on_stops_the_comparison_and_the_run_does_not_count(

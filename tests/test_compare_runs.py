@@ -15,25 +15,27 @@ from mxfp8_titan.report.facts import fingerprint, gather_facts, sources_hash
 from tests.train.harness import ROOT
 
 
-def test_the_seed_checkpoint_is_made_on_one_process_whatever_the_parallelism(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(compare_runs, "run", lambda job, keep_open: started.append(job) or 1)
+def test_the_seed_checkpoint_is_made_on_one_process_whatever_the_parallelism(tmp_path):
     settings = replace(compare.parse(["--flags=--parallelism.expert_parallel_degree=2"]), out=tmp_path)
-    with pytest.raises(SystemExit):
-        compare_runs.seed_checkpoint(settings, Machine(0, 0, 2), {}, ())
-    assert started[0].processes == 1
-    assert flag_values(started[0].command, "parallelism.expert_parallel_degree")[-1] == "1"
+    job, _ = compare_runs.seed_checkpoint(settings, Machine(0, 0, 2), {})
+    assert job.processes == 1
+    assert flag_values(job.command, "parallelism.expert_parallel_degree")[-1] == "1"
 
 
-def test_each_model_has_a_seed_checkpoint_of_its_own(tmp_path, monkeypatch):
+def test_each_model_has_a_seed_checkpoint_of_its_own_that_is_written_once(tmp_path):
     # One seed's number once stood for all models of a folder.
-    folders = []
-    monkeypatch.setattr(compare_runs, "run", lambda job, keep_open: folders.append(job.log.parent) or 1)
-    for flags in ("", "--model.name=llama3", ""):
+    def seed(flags):
         settings = replace(compare.parse([f"--flags={flags}"]), out=tmp_path)
-        with pytest.raises(SystemExit):
-            compare_runs.seed_checkpoint(settings, Machine(0, 0, 2), {}, ())
-    assert folders[0] == folders[2] != folders[1]
+        return compare_runs.seed_checkpoint(settings, Machine(0, 0, 2), {})
+
+    (job, start), (other, other_start) = seed(""), seed("--model.name=llama3")
+    assert job.log.parent != other.log.parent
+    assert start != other_start
+    written = job.log.parent / "checkpoint" / "step-0" / ".metadata"
+    written.parent.mkdir(parents=True)
+    written.touch()
+    assert seed("") == (None, start)
+    assert seed("--model.name=llama3")[0] is not None
 
 
 def _tree(root, **files):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mxfp8_titan import check
 from mxfp8_titan.launch import MXFP8_EVERYWHERE, Job, Machine, check_all, make_job
 from tests.train.harness import import_paths
 
@@ -175,6 +176,36 @@ def test_a_signal_to_the_launcher_alone_ends_the_job(number, tmp_path):
     launcher.send_signal(number)
     assert launcher.wait(timeout=20) == 128 + number
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_ctrl_c_while_the_job_is_checked_ends_quietly(tmp_path):
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "from pathlib import Path; from mxfp8_titan import launch\n"
+        "check = ['sh', '-c', 'echo ready; exec sleep 60']\n"
+        f"job = launch.Job(['false'], {{}}, Path({str(tmp_path / 'log.txt')!r}), check=check)\n"
+        "launch.make_job = lambda *_: job\n"
+        "launch.main()"
+    )
+    env = {**os.environ, "PYTHONPATH": import_paths()}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    launcher = subprocess.Popen([sys.executable, script], env=env, start_new_session=True, **pipes)
+    assert launcher.stdout.readline() == "ready\n"
+    # As a terminal does: to all processes at once.
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.wait(timeout=20) == 128 + signal.SIGINT
+    assert "Traceback" not in launcher.stderr.read()
+
+
+def test_a_check_that_is_interrupted_says_nothing(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "prepare_host", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        check.main()
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_reader_that_goes_away_ends_the_job(tmp_path):

@@ -88,7 +88,7 @@ def _select_auto(device: Device) -> BackendChoice:
         if device.capability in needed:
             passed_over = f"{name} suits {device}, but this version has no backend for it yet"
     passed_over = passed_over or f"no recipe uses MX or FP8 tensor cores on {device}"
-    why = f"auto: {passed_over}, so MXFP8 is emulated (slower than bf16)"
+    why = f"auto: {passed_over}, so MXFP8 is emulated (for numerics, not for speed)"
     return BackendChoice(AUTO_ORDER[-1], REFERENCE, device, why)
 
 

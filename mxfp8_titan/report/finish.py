@@ -1,6 +1,7 @@
 """How a run ended: its two closing lines, or the reason it failed."""
 
 import re
+import signal
 from pathlib import Path
 
 from mxfp8_titan.report.draw import draw_run
@@ -10,6 +11,8 @@ from mxfp8_titan.report.run_log import closing_lines, first_non_finite, read_ste
 _ERROR = re.compile(r"^\s*(\[rank\d+\]:\s*)*(error( \(rank \d+\))?|[\w.]*(Error|Exception))(:|$)")
 _TORCHRUN_ECHO = "ChildFailedError"
 _SEED_CHECKPOINT = "Created seed checkpoint"
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals by which somebody ends a run that did not fail."""
 
 
 def finish(log: Path, code: int) -> int:
@@ -19,6 +22,9 @@ def finish(log: Path, code: int) -> int:
     returns the exit code for the whole: `code` as a shell spells it, or 1 for a run that ended well but whose loss
         is not finite, or that logged no step (unless it was there to make a seed checkpoint)
     """
+    if -code in STOPS:
+        print(f"stopped by {signal.Signals(-code).name}. Log: {log}")
+        return 128 - code
     code = 128 - code if code < 0 else code
     steps = read_steps(log)
     bad = first_non_finite(steps)

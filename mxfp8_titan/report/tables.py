@@ -122,6 +122,8 @@ def speed_notes(runs: list[Run], rows: list[Row], speed_ups: GemmSpeedUps | None
             f"Noise: the same bf16 run twice differs by {100 * abs(again.speedup - 1):.1f} % in speed and by up to "
             f"{again.largest_loss_gap:.4f} in loss; smaller differences mean nothing."
         )
+    else:
+        said.append(f"Without a second bf16 run (`{AGAIN}`) there is no noise to hold speeds against.")
     waiting = [f"{row.name} {100 * row.loading_share:.0f} %" for row in rows if row.loading_share > LOADING_SHARE]
     if waiting:
         said.append(

@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 
 from mxfp8_titan.report.finish import finish
@@ -41,6 +43,14 @@ def test_a_failed_run_says_why_and_ends_non_zero_without_the_two_lines(text, cod
     out = capsys.readouterr().out
     assert message in out
     assert "Median" not in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_told_to_end_did_not_fail(number, tmp_path, capsys):
+    text = log_line(1) + "torch.distributed.elastic.multiprocessing.api.SignalException: got signal: 15\n"
+    assert _finish(tmp_path, text, -number) == 128 + number
+    out = capsys.readouterr().out
+    assert out == f"stopped by {number.name}. Log: {tmp_path / 'run.log'}\n"
 
 
 def test_a_seed_checkpoint_is_no_failure(tmp_path, capsys):

@@ -169,6 +169,8 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path, cap
         (["--mx.health_every=5"], "mx.health_every set but model.converters does not contain mx"),
         (["--mx.filter_fqns=output,router.gate,wk,wv"], "mx.filter_fqns set but"),
         ([MX, "--mx.gemm=own"], "mx.gemm is own but recipe mxfp8_emulated_rceil emulates"),
+        (["--training.dataloader.persistent_workers"], "prefetch_factor are for workers, and num_workers is 0"),
+        (["--training.dataloader.prefetch_factor=2"], "prefetch_factor are for workers, and num_workers is 0"),
         (["--mx.trace_steps=2"], "mx.trace_steps is set but mx.trace_file is not"),
         (
             ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=7"],
