@@ -91,16 +91,16 @@ def _check_state(path: Path, needed: Collection[str], workers: int, degrees: Par
             f"{path} was saved by {len(ranks)} data-parallel ranks and this job has "
             f"{degrees.dp_replicate * degrees.dp_shard}: where each was in the text cannot be split anew; {ANEW}"
         )
-    saved = _workers(path, ranks[0])
-    if saved != workers:
+    saved = _workers(path, ranks[0]) if ranks else None
+    if saved not in (None, workers):
         raise ValueError(
             f"training.dataloader.num_workers is {workers} and {path} was saved with {saved}: where those were in the "
             f"text cannot be split anew; take {saved}, or {ANEW}"
         )
 
 
-def _workers(path: Path, key: str) -> int:
-    """num_workers of the data loader whose state is saved under `key`."""
+def _workers(path: Path, key: str) -> int | None:
+    """num_workers of the data loader whose state is saved under `key`; None for one that does not say it."""
     state = {key: b""}
     with warnings.catch_warnings():
         # That one process loads it alone.
@@ -108,4 +108,6 @@ def _workers(path: Path, key: str) -> int:
         dcp.load(state, checkpoint_id=path, no_dist=True)
     # As the job itself reads it.
     loader = pickle.loads(state[key])
-    return loader["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in loader else 0
+    if "_num_yielded" in loader:
+        return 0
+    return loader.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers")

@@ -1,5 +1,6 @@
 """Checkpoints that a job cannot go on from, refused before it starts."""
 
+import pickle
 import re
 
 import pytest
@@ -72,6 +73,11 @@ def test_a_loader_goes_on_with_as_many_workers_as_it_was_saved_with(saved, asked
     ):
         _check(tmp_path, _workers(asked))
     _check(tmp_path, _workers(asked), "--checkpoint.exclude_from_loading=dataloader")
+
+
+def test_a_loader_that_does_not_say_its_workers_is_left_to_the_host(tmp_path):
+    _save(tmp_path, 3, STATE | {"dataloader": {"dp_rank_0": pickle.dumps({}), "world_size": 1}})
+    _check(tmp_path, _workers(1))
 
 
 def test_a_step_with_weights_alone_is_not_gone_on_from(tmp_path):
