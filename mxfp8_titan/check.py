@@ -6,17 +6,15 @@ The launcher runs it once before it starts a process for each GPU. WORLD_SIZE is
 import signal
 import sys
 
-from mxfp8_titan.train import check_or_refuse, parse_or_refuse, prepare_host
-
 
 def main() -> None:
     """Check the job on the command line."""
-    try:
-        prepare_host()
-        check_or_refuse(parse_or_refuse(sys.argv[1:]))
-    except KeyboardInterrupt:
-        # Whoever started it says so.
-        sys.exit(128 + signal.SIGINT)
+    # Ctrl-C, which whoever started it gets too, ends it without a traceback, in the middle of imports too.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from mxfp8_titan.train import check_or_refuse, parse_or_refuse, prepare_host
+
+    prepare_host()
+    check_or_refuse(parse_or_refuse(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def check(job_config: JobConfig, degrees: ParallelDims | None) -> None:
     Raises: ValueError that says what the checkpoint has, what the job needs, and how to go on.
     """
     settings = job_config.checkpoint
-    if not settings.enable:
+    # A seed checkpoint is written, and nothing is loaded.
+    if not settings.enable or settings.create_seed_checkpoint:
         return
     for name in settings.exclude_from_loading:
         if name not in ("model", *RESUMED):
@@ -43,11 +44,18 @@ def check(job_config: JobConfig, degrees: ParallelDims | None) -> None:
         path = Path(settings.initial_load_path)
         if not path.is_dir():
             raise ValueError(f"checkpoint.initial_load_path is {path}, needs a folder that exists")
+        if settings.initial_load_in_hf:
+            return
         with_state = not settings.initial_load_model_only
+        if not _is_distributed(path):
+            raise ValueError(
+                f"checkpoint.initial_load_path is {path}, needs a checkpoint: there is no .metadata. A Hugging Face "
+                "folder needs --checkpoint.initial_load_in_hf"
+            )
     else:
         return
     if with_state:
-        # Fault tolerance keeps the loader's state elsewhere.
+        # Fault tolerance may keep the loader's state elsewhere.
         elsewhere = ["dataloader"] if job_config.fault_tolerance.enable else []
         needed = [name for name in RESUMED if name not in (*settings.exclude_from_loading, *elsewhere)]
         _check_state(path, needed, job_config.training.dataloader.num_workers, degrees)
@@ -75,23 +83,29 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def _check_state(path: Path, needed: Collection[str], workers: int, degrees: ParallelDims | None) -> None:
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata if _is_distributed(path) else {}
+    exported = _is_hugging_face(path)
+    if not _is_distributed(path) and not exported:
+        raise ValueError(f"{path} is no whole checkpoint (no .metadata): its saving was cut short; take another step")
+    keys = {} if exported else dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     missing = [name for name in needed if not any(key == name or key.startswith(f"{name}.") for key in keys)]
-    if missing:
+    # A loader that has nothing to keep leaves no key.
+    if missing not in ([], ["dataloader"]):
+        in_hf = " --checkpoint.initial_load_in_hf" if exported else ""
         raise ValueError(
             f"{path} holds no {', '.join(missing)}, and the job would go on from there: a run's last step is saved "
             "without (checkpoint.last_save_model_only). --checkpoint.load_step names an earlier one; in a new "
-            f"job.dump_folder --checkpoint.initial_load_path={path} takes its weights alone"
+            f"job.dump_folder --checkpoint.initial_load_path={path}{in_hf} takes its weights alone"
         )
-    if "dataloader" not in needed:
-        return
     ranks = [key for key in keys if key.startswith("dataloader.dp_rank_")]
+    # Loaders other than torchtitan's are left to the host.
+    if "dataloader" not in needed or not ranks:
+        return
     if degrees is not None and len(ranks) != degrees.dp_replicate * degrees.dp_shard:
         raise ValueError(
             f"{path} was saved by {len(ranks)} data-parallel ranks and this job has "
             f"{degrees.dp_replicate * degrees.dp_shard}: where each was in the text cannot be split anew; {ANEW}"
         )
-    saved = _workers(path, ranks[0]) if ranks else None
+    saved = _workers(path, ranks[0])
     if saved not in (None, workers):
         raise ValueError(
             f"training.dataloader.num_workers is {workers} and {path} was saved with {saved}: where those were in the "
@@ -108,6 +122,8 @@ def _workers(path: Path, key: str) -> int | None:
         dcp.load(state, checkpoint_id=path, no_dist=True)
     # As the job itself reads it.
     loader = pickle.loads(state[key])
+    if not isinstance(loader, dict):
+        return None
     if "_num_yielded" in loader:
         return 0
     return loader.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers")

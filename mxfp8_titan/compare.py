@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from mxfp8_titan.compare_runs import (
+    FROM_SEED,
+    NOT_YET,
     SEED,
     Settings,
     alone_in,
@@ -24,10 +26,11 @@ from mxfp8_titan.compare_runs import (
     variant_job,
 )
 from mxfp8_titan.job_args import flag_values
-from mxfp8_titan.launch import INTERRUPTED, ROOT, Machine, check_all, run, this_machine
+from mxfp8_titan.launch import INTERRUPTED, ROOT, Machine, check_all, execute, this_machine
 from mxfp8_titan.report.comparison import AGAIN, BASELINE, Run, make_rows
 from mxfp8_titan.report.draw import draw_breakdowns, draw_losses, draw_speeds
 from mxfp8_titan.report.facts import gather_facts
+from mxfp8_titan.report.finish import STOPS, finish
 from mxfp8_titan.report.limits import parse_speed_ups, read_speed_ups
 from mxfp8_titan.report.tables import as_json, as_markdown, as_text, breakdown_table, speed_table, state_table
 
@@ -158,10 +161,13 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
     pending = [name for name, job in jobs.items() if not done_marker(job, stamps[name]).exists()]
     if pending:
         print(f"checking {', '.join(pending)}", flush=True)
-    # All of them before the first, which removes what earlier runs of its name left; without the seed checkpoint, which
-    # is not there yet.
-    unseeded = [variant_job(settings, machine, name, flags_of(settings, settings.variants[name])) for name in pending]
-    for name, (code, said) in zip(pending, check_all(unseeded), strict=True):
+    # All of them before the first, which removes what earlier runs of its name left; as they will start, but for the
+    # seed checkpoint, which is not there yet.
+    known = [*(flag for flag in start if not flag.startswith(FROM_SEED)), NOT_YET]
+    checked = {"the seed checkpoint": seed} if seed and pending else {}
+    for name in pending:
+        checked[name] = variant_job(settings, machine, name, [*flags_of(settings, settings.variants[name]), *known])
+    for name, (code, said) in zip(checked, check_all(list(checked.values())), strict=True):
         sys.stderr.write(said)
         if code:
             print(f"error: {name} cannot start. Nothing was run, and what {settings.out} holds is as it was.",
@@ -171,7 +177,7 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
         (settings.out / file).unlink(missing_ok=True)
     if seed and pending:
         print("writing a seed checkpoint that every run starts from", flush=True)
-        code = run(seed, keep_open)
+        code = finish(seed.log, execute(seed, keep_open))
         if code:
             return code
     for number, (name, job) in enumerate(jobs.items(), 1):
@@ -182,7 +188,7 @@ def _compare_alone(settings: Settings, machine: Machine, keep_open: tuple[int, .
         extra = f" and {settings.extra_steps} for the trace" if settings.extra_steps else ""
         print(f"{place}: {settings.steps} steps{extra}", flush=True)
         code = run_variant(job, settings, keep_open)
-        if code == INTERRUPTED:
+        if code in {128 + number for number in STOPS}:
             print(f"{name} is not finished; no report. The same command goes on: finished runs are kept.")
             return code
         if code:
@@ -222,7 +228,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        # While runs were checked.
+        # Outside a run, which is told to end.
         sys.exit(INTERRUPTED)
 
 

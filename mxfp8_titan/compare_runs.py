@@ -31,8 +31,13 @@ ON_ONE_PROCESS = (
 )  # fmt: skip
 CHECKPOINTS = "checkpoint"
 """Folder of a run's checkpoints, in its own."""
+FROM_SEED = "--checkpoint.initial_load_path"
+NOT_YET = "--checkpoint.folder=not-yet"
+"""For the check of a run, which begins without the checkpoints that an earlier one of its name left."""
 SEED = "seed-"
 """What names of folders with a seed checkpoint begin with."""
+HUNG = 1
+"""Exit code of a run that was ended because it hung: that of a failure, not of being told to end."""
 TAIL = 25
 """Lines of a failed run's log that are shown."""
 
@@ -140,16 +145,17 @@ def run_variant(job: Job, settings: Settings, keep_open: tuple[int, ...]) -> int
     if settings.cold:
         env = {**job.env, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
         job = replace(job, env=env)
-    with ended_when_silent(job.log, settings.hang_after):
+    with ended_when_silent(job.log, settings.hang_after) as hung:
         code = execute(job, keep_open)
     shutil.rmtree(cache, ignore_errors=True)
-    return finish(job.log, code)
+    return finish(job.log, HUNG if hung.is_set() else code)
 
 
 @contextmanager
-def ended_when_silent(log: Path, seconds: float) -> Iterator[None]:
-    """Tell this process to end, which ends the run it waits for, when `log` gets no new line for `seconds`."""
-    over = threading.Event()
+def ended_when_silent(log: Path, seconds: float) -> Iterator[threading.Event]:
+    """Tell this process to end, which ends the run it waits for, when `log` gets no new line for `seconds`; yields what
+    is set then."""
+    over, hung = threading.Event(), threading.Event()
 
     def watch() -> None:
         size, since = -1, time.monotonic()
@@ -159,6 +165,7 @@ def ended_when_silent(log: Path, seconds: float) -> Iterator[None]:
                 size, since = now, time.monotonic()
             elif time.monotonic() - since > seconds:
                 print(f"error: no output for {seconds} s: the run hangs and is ended", file=sys.stderr, flush=True)
+                hung.set()
                 # To the main thread, so that its waiting for output is interrupted.
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
                 return
@@ -166,7 +173,7 @@ def ended_when_silent(log: Path, seconds: float) -> Iterator[None]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield
+        yield hung
     finally:
         over.set()
         watcher.join()
@@ -190,7 +197,12 @@ def seed_checkpoint(settings: Settings, machine: Machine, facts: dict[str, str])
     checkpoint = folder / CHECKPOINTS / "step-0"
     job = make_job({**env, "LOG_DIR": str(folder)}, [*flags, f"--job.dump_folder={folder}"], machine)
     # Nothing is saved: these runs are for the report.
-    start = ["--checkpoint.enable", f"--checkpoint.initial_load_path={checkpoint}", "--checkpoint.load_only"]
+    start = [
+        "--checkpoint.enable",
+        "--checkpoint.load_only",
+        "--checkpoint.initial_load_model_only",
+        f"{FROM_SEED}={checkpoint}",
+    ]
     return None if (checkpoint / ".metadata").exists() else job, start
 
 

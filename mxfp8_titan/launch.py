@@ -198,12 +198,17 @@ def execute(job: Job, keep_open: tuple[int, ...] = ()) -> int:
         try:
             if told:
                 child.terminate()
+            stopping = False
             for line in child.stdout:
                 log.write(line)
                 # torchrun's traceback of being told to end is for the log.
-                if not told:
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
+                if told and not stopping:
+                    stopping = True
+                    line = f"stopping the job; its last output goes to {job.log}\n"
+                elif told:
+                    continue
+                sys.stdout.write(line)
+                sys.stdout.flush()
         except BrokenPipeError:
             # `llama4.sh | head`: end as a program that writes to a closed pipe does, without a second complaint.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -276,7 +281,7 @@ def main() -> None:
     try:
         sys.exit(_launch(sys.argv[1:]))
     except KeyboardInterrupt:
-        # Before the job began: from then on it is told.
+        # Outside the job's run, which is told to end.
         sys.exit(INTERRUPTED)
 
 

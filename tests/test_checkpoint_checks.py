@@ -80,6 +80,17 @@ def test_a_loader_that_does_not_say_its_workers_is_left_to_the_host(tmp_path):
     _check(tmp_path, _workers(1))
 
 
+@pytest.mark.parametrize("state", [None, {}, {"position": 5}, {"dp_rank_0": pickle.dumps([5])}])
+def test_a_loader_of_another_kind_is_left_to_the_host(state, tmp_path):
+    _save(tmp_path, 3, STATE | {"dataloader": state})
+    _check(tmp_path, _workers(1))
+
+
+def test_a_job_that_writes_a_seed_checkpoint_loads_none(tmp_path):
+    _save(tmp_path, 10, {})
+    _check(tmp_path, "--checkpoint.create_seed_checkpoint", "--checkpoint.load_step=7")
+
+
 def test_a_step_with_weights_alone_is_not_gone_on_from(tmp_path):
     _save(tmp_path, 3, STATE | _loader(0))
     _save(tmp_path, 10, {})
@@ -105,14 +116,21 @@ def test_a_hugging_face_export_as_the_last_step_is_not_gone_on_from(tmp_path):
     export = tmp_path / "checkpoint" / "step-10"
     export.mkdir()
     (export / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="step-10 holds no optimizer"):
+    with pytest.raises(ValueError, match="step-10 holds no optimizer.*step-10 --checkpoint.initial_load_in_hf takes"):
         _check(tmp_path)
+    # What the message offers, and half of it.
+    start = f"--checkpoint.initial_load_path={export}"
+    _check(tmp_path / "new", start, "--checkpoint.initial_load_in_hf")
+    with pytest.raises(ValueError, match="no .metadata. A Hugging Face folder needs --checkpoint.initial_load_in_hf"):
+        _check(tmp_path / "new", start)
 
 
-def test_a_step_whose_saving_was_cut_short_does_not_count(tmp_path):
+def test_a_step_whose_saving_was_cut_short_does_not_count_and_is_refused_by_number(tmp_path):
     _save(tmp_path, 3, STATE | _loader(0))
     (tmp_path / "checkpoint" / "step-6").mkdir()
     _check(tmp_path)
+    with pytest.raises(ValueError, match="step-6 is no whole checkpoint .no .metadata.: its saving was cut short"):
+        _check(tmp_path, "--checkpoint.load_step=6")
 
 
 def test_data_parallel_ranks_are_as_many_as_saved(tmp_path):

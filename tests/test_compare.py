@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from mxfp8_titan import compare, compare_runs
-from mxfp8_titan.launch import Machine
+from mxfp8_titan.launch import Job, Machine
 from tests.train.harness import ROOT
 
 
@@ -135,9 +136,32 @@ def test_a_comparison_that_is_stopped_did_not_fail(tmp_path, monkeypatch, made_u
 
 def test_no_seed_checkpoint_is_written_for_runs_that_cannot_start(tmp_path, monkeypatch, made_up):
     monkeypatch.setattr(compare, "check_all", lambda jobs: [(2, "error: a typo\n") for _ in jobs])
-    monkeypatch.setattr(compare, "run", lambda *_: pytest.fail("something was run"))
+    monkeypatch.setattr(compare, "execute", lambda *_: pytest.fail("something was run"))
     settings = replace(compare.parse([]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=0, gpu_gib=0, cores=2)) == 2
+
+
+def test_a_run_that_hangs_failed_and_its_error_is_shown(tmp_path, monkeypatch, capsys):
+    code = "print('[rank1]:RuntimeError: out of memory', flush=True); import time; time.sleep(600)"
+    job = Job([sys.executable, "-c", code], dict(os.environ), tmp_path / "bf16" / "run.log")
+    settings = replace(compare.parse(["--hang-after=2"]), out=tmp_path)
+    assert compare_runs.run_variant(job, settings, ()) == 1
+    *_, failed, why = capsys.readouterr().out.splitlines()
+    assert failed.startswith("error: training failed with exit code 1. Log: ")
+    assert why == "[rank1]:RuntimeError: out of memory"
+
+
+def test_checkpoints_that_a_run_will_remove_do_not_stop_it(tmp_path, monkeypatch):
+    # Weights alone, which no job goes on from.
+    dcp.save({"model": torch.ones(1)}, checkpoint_id=tmp_path / "bf16" / "checkpoint" / "step-54", no_dist=True)
+    started = []
+    monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: started.append(job) or 1)
+    monkeypatch.setattr(compare_runs, "finish", lambda log, code: code)
+    monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
+    arguments = [f"--flags=--job.config_file={ROOT}/configs/llama4_debug.toml --checkpoint.enable", "--only=bf16"]
+    settings = replace(compare.parse(arguments), out=tmp_path)
+    assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 1
+    assert len(started) == 1
 
 
 def test_a_toml_edited_while_runs_go_on_stops_the_comparison_and_the_run_does_not_count(

@@ -85,8 +85,9 @@ def test_a_run_is_kept_only_for_the_same_command_toml_commit_sources_machine_and
 
 def test_a_run_that_falls_silent_is_ended(tmp_path, capsys):
     job = Job(["sh", "-c", "echo started; exec sleep 600"], dict(os.environ), tmp_path / "run.log")
-    with compare_runs.ended_when_silent(job.log, 0.5):
+    with compare_runs.ended_when_silent(job.log, 0.5) as hung:
         assert execute(job) == -signal.SIGTERM
+    assert hung.is_set()
     assert "no output for 0.5 s: the run hangs" in capsys.readouterr().err
 
 

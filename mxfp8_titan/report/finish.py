@@ -12,7 +12,7 @@ _ERROR = re.compile(r"^\s*(\[rank\d+\]:\s*)*(error( \(rank \d+\))?|[\w.]*(Error|
 _TORCHRUN_ECHO = "ChildFailedError"
 _SEED_CHECKPOINT = "Created seed checkpoint"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals by which somebody ends a run that did not fail."""
+"""Signals by which somebody ends a run."""
 
 
 def finish(log: Path, code: int) -> int:
