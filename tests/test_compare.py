@@ -158,8 +158,8 @@ def test_checkpoints_that_a_run_will_remove_do_not_stop_it(tmp_path, monkeypatch
     monkeypatch.setattr(compare_runs, "execute", lambda job, keep_open: started.append(job) or 1)
     monkeypatch.setattr(compare_runs, "finish", lambda log, code: code)
     monkeypatch.setattr(compare, "gather_facts", lambda *a: {})
-    arguments = [f"--flags=--job.config_file={ROOT}/configs/llama4_debug.toml --checkpoint.enable", "--only=bf16"]
-    settings = replace(compare.parse(arguments), out=tmp_path)
+    monkeypatch.setenv("CONFIG_FILE", str(ROOT / "configs" / "llama4_debug.toml"))
+    settings = replace(compare.parse(["--flags=--checkpoint.enable", "--only=bf16"]), out=tmp_path)
     assert compare.compare(settings, Machine(gpus=1, gpu_gib=139, cores=2)) == 1
     assert len(started) == 1
 
