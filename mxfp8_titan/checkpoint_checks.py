@@ -100,10 +100,11 @@ def _check_state(path: Path, needed: Collection[str], workers: int, degrees: Par
     # Loaders other than torchtitan's are left to the host.
     if "dataloader" not in needed or not ranks:
         return
-    if degrees is not None and len(ranks) != degrees.dp_replicate * degrees.dp_shard:
+    with_data = degrees.dp_replicate * degrees.dp_shard if degrees is not None else len(ranks)
+    if len(ranks) != with_data:
         raise ValueError(
-            f"{path} was saved by {len(ranks)} data-parallel ranks and this job has "
-            f"{degrees.dp_replicate * degrees.dp_shard}: where each was in the text cannot be split anew; {ANEW}"
+            f"{path} was saved by {len(ranks)} data-parallel ranks and this job has {with_data}: where each was in the "
+            f"text cannot be split anew; {ANEW}"
         )
     saved = _workers(path, ranks[0])
     if saved not in (None, workers):

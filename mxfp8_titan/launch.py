@@ -198,17 +198,15 @@ def execute(job: Job, keep_open: tuple[int, ...] = ()) -> int:
         try:
             if told:
                 child.terminate()
-            stopping = False
+            shown = True
             for line in child.stdout:
                 log.write(line)
+                ending = bool(told)
+                if shown:
+                    sys.stdout.write(f"stopping the job; its last output goes to {job.log}\n" if ending else line)
+                    sys.stdout.flush()
                 # torchrun's traceback of being told to end is for the log.
-                if told and not stopping:
-                    stopping = True
-                    line = f"stopping the job; its last output goes to {job.log}\n"
-                elif told:
-                    continue
-                sys.stdout.write(line)
-                sys.stdout.flush()
+                shown = not ending
         except BrokenPipeError:
             # `llama4.sh | head`: end as a program that writes to a closed pipe does, without a second complaint.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

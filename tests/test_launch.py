@@ -201,7 +201,10 @@ def test_a_check_that_is_interrupted_while_it_imports_says_nothing():
     env = {**os.environ, "PYTHONPATH": import_paths()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     checking = subprocess.Popen([sys.executable, "-m", "mxfp8_titan.check"], env=env, **pipes)
-    time.sleep(1)
+    maps = Path(f"/proc/{checking.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        assert checking.poll() is None
+        time.sleep(0.01)
     checking.send_signal(signal.SIGINT)
     assert checking.communicate(timeout=20)[0] == ""
     assert checking.returncode == -signal.SIGINT
